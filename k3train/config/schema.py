@@ -1,0 +1,178 @@
+"""Every knob: name, default, meaning, source. Nothing past `config/` sees anything but these frozen dataclasses.
+
+Sources: `[config]`, `[report]`, `[official code]` are confirmed for K3; `[lineage]` comes from an ancestor; `[our choice]`
+is ours because K3's value is undisclosed or does not exist. Sections refer to `docs/k3.md`.
+"""
+
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+OURS = "our choice"
+
+
+def knob(default: Any, doc: str, source: str = OURS, choices: tuple[str, ...] = ()) -> Any:
+    """A field with its meaning, the source of its default and, for a kind, the closed set of values."""
+    return field(default=default, metadata={"doc": doc, "source": source, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Architecture. The defaults are the small model of configs/tiny.py; docs/k3.md section 1.2."""
+
+    vocab_size: int = knob(256, "rows of the embedding table and of the output head")
+    pad_token_id: int = knob(-1, "id whose embedding row stays zero and gets no gradient; -1: none")
+    hidden_size: int = knob(128, "width of the residual stream")
+    num_layers: int = knob(8, "decoder layers")
+    kda_layers: tuple[int, ...] = knob((0, 1, 2, 4, 5, 6), "0-based layers whose token mixer is KDA")
+    mla_layers: tuple[int, ...] = knob((3, 7), "0-based layers whose token mixer is MLA")
+    dense_layers: tuple[int, ...] = knob((0,), "0-based layers whose channel mixer is a dense MLP")
+    moe_layers: tuple[int, ...] = knob((1, 2, 3, 4, 5, 6, 7), "0-based layers whose channel mixer is a MoE")
+    rms_norm_eps: float = knob(1e-5, "epsilon of every RMSNorm but MLA's latent norms", "[config]")
+    activation: str = knob("situ", "gated activation of every MLP", "[config]", ("situ", "swiglu"))
+    situ_beta: float = knob(4.0, "SiTU cap of the gate branch (beta1)", "[config]")
+    situ_linear_beta: float = knob(25.0, "SiTU cap of the up branch (beta2)", "[config]")
+    intermediate_size: int = knob(512, "inner width of the dense MLP")
+
+    kda_num_heads: int = knob(4, "KDA heads")
+    kda_head_dim: int = knob(32, "channels of a KDA head, keys and values alike")
+    kda_conv_size: int = knob(4, "taps of the short convolution", "[config]")
+    kda_gate: str = knob(
+        "bounded", "decay: bounded is bound * sigmoid(exp(A) z), softplus is -exp(A) softplus(z)",
+        "[report 2.1.1]", ("bounded", "softplus"),
+    )  # fmt: skip
+    kda_gate_lower_bound: float = knob(-5.0, "smallest log decay per token of the bounded gate", "[config]")
+    kda_gate_rank: int = knob(32, "rank of the decay projection and of a low-rank output gate")
+    kda_output_gate: str = knob("full", "output gate projection", "[config]", ("full", "low_rank"))
+    kda_chunk_size: int = knob(64, "tokens per chunk of the chunked form", "[lineage] FLA", ())
+
+    mla_num_heads: int = knob(4, "MLA heads")
+    mla_q_lora_rank: int = knob(64, "low rank of the queries; 0: full-rank queries")
+    mla_kv_lora_rank: int = knob(48, "low rank of keys and values")
+    mla_qk_nope_head_dim: int = knob(32, "per-head content channels of query and key")
+    mla_qk_rope_head_dim: int = knob(16, "extra channels, key shared by all heads, never rotated")
+    mla_v_head_dim: int = knob(32, "value channels of a head")
+    mla_norm_eps: float = knob(1e-6, "epsilon of the two latent norms", "[official code]")
+    mla_output_gate: bool = knob(True, "full-rank sigmoid gate on the attention output", "[config]")
+
+    attn_res: str = knob("block", "attention residuals over depth", "[config]", ("none", "block", "full"))
+    attn_res_block_size: int = knob(4, "decoder layers per attention-residual block")
+
+    num_experts: int = knob(16, "routed experts")
+    num_experts_per_token: int = knob(4, "experts chosen per token")
+    num_shared_experts: int = knob(2, "shared experts, fused into one MLP of that multiple of the width; 0: none")
+    moe_intermediate_size: int = knob(64, "inner width of one expert")
+    moe_latent_size: int = knob(64, "latent width the experts work in; 0: plain MoE on the stream")
+    moe_latent_norm: bool = knob(True, "RMSNorm before the latent up-projection", "[config]")
+    moe_renormalize: bool = knob(True, "chosen scores are divided by their sum", "[config]")
+    moe_routed_scaling_factor: float = knob(1.0, "factor on the combine weights", "[config]")
+
+    init_std: float = knob(0.02, "standard deviation of matrices at init", "[config] initializer_range")
+    init_fan_in: bool = knob(
+        False, "draw matrices with 1/sqrt(fan in) instead of init_std; undisclosed for K3, kinder to small widths"
+    )
+    compute_dtype: str = knob("float32", "dtype of matmuls and of the stream", "[config] bfloat16", ("float32", "bfloat16"))  # fmt: skip
+    remat: str = knob("none", "what the backward pass recomputes", OURS, ("none", "layer"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshConfig:
+    """Device mesh: five named axes, always all five; the product must equal the device count."""
+
+    pipeline: int = knob(1, "pipeline stages (only 1 works today)")
+    data: int = knob(1, "batch split; parameters and optimizer state are sharded over it (FSDP)")
+    context: int = knob(1, "sequence split (only 1 works today)")
+    expert: int = knob(1, "routed experts split; more data parallelism outside the MoE layers")
+    tensor: int = knob(1, "heads, inner widths and vocabulary split")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where rows come from. A row is `seq_len` tokens of packed documents."""
+
+    source: str = knob("stdlib", "kind of source", OURS, ("stdlib", "text", "jsonl", "parquet"))
+    path: str = knob("", "file, folder or glob of the source; empty for stdlib")
+    text_field: str = knob("text", "field of a JSONL object or column of a parquet file that holds the text")
+    tokenizer: str = knob("byte", "`byte`, a tokenizer.json file, or a tiktoken rank file (K3 special tokens)")
+    seq_len: int = knob(256, "tokens in a row")
+    batch_size: int = knob(32, "rows per optimizer step, over all devices and micro-batches")
+    micro_batches: int = knob(1, "gradient accumulation: the batch is run in this many parts")
+    eval_fraction: float = knob(0.02, "share of documents held out, chosen by hash of their name")
+    eval_batches: int = knob(8, "held-out batches per evaluation; 0: all of them")
+    shuffle: bool = knob(True, "shuffle documents, differently each epoch, by `seed`")
+    on_bad_line: str = knob("stop", "what a malformed record does", OURS, ("stop", "skip"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimConfig:
+    """Muon for matrices, AdamW for the rest (docs/k3.md section 3.2); one schedule for both."""
+
+    peak_lr: float = knob(2e-3, "peak learning rate; undisclosed for K3")
+    final_lr: float = knob(2e-4, "learning rate at the end of the cosine; undisclosed for K3")
+    warmup_fraction: float = knob(0.01, "share of the steps that warm up linearly", "[report 3.3]")
+    weight_decay: float = knob(0.1, "decoupled decay, multiplied by the learning rate", "[report 3.3]")
+    grad_clip: float = knob(1.0, "global gradient norm above which gradients are scaled down; 0: off", "[lineage]")
+    muon_momentum: float = knob(0.95, "momentum", "[lineage] Moonlight")
+    muon_nesterov: bool = knob(True, "Nesterov form of the momentum", "[lineage] Moonlight code")
+    muon_ns_steps: int = knob(5, "Newton-Schulz iterations", "[lineage] Moonlight")
+    muon_scale: float = knob(0.2, "update RMS: factor of sqrt(max(rows, columns))", "[lineage] Moonlight")
+    adam_b1: float = knob(0.9, "AdamW first moment", "[lineage] Moonlight")
+    adam_b2: float = knob(0.95, "AdamW second moment", "[lineage] Moonlight")
+    adam_eps: float = knob(1e-8, "AdamW epsilon", "[lineage] Moonlight")
+    qk_clip_threshold: float = knob(100.0, "largest attention logit allowed per MLA head; 0: off", "[lineage] K2 tau")
+    balance: str = knob("quantile", "router bias update", "[report 2.3.3]", ("quantile", "none"))
+    balance_bins: int = knob(1000, "bins of the margin histogram", "[report App. D]")
+    max_consecutive_nonfinite: int = knob(5, "skipped non-finite steps in a row that stop the run with exit code 3")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantConfig:
+    """Quantisation in the loop (docs/k3.md section 3.7)."""
+
+    experts: str = knob("none", "routed experts in the forward pass", "[report 4.1.4]", ("none",))
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """Saving. A run folder resumes by itself."""
+
+    every: int = knob(100, "steps between checkpoints; the last step is always saved")
+    keep: int = knob(2, "checkpoints kept; older ones go after a newer one is committed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig:
+    """Held-out loss during training."""
+
+    every: int = knob(100, "steps between evaluations; 0: only at the end")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """What a run prints and writes."""
+
+    every: int = knob(10, "steps between logged lines")
+    tensorboard: bool = knob(True, "write TensorBoard files")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    quant: QuantConfig = field(default_factory=QuantConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    phase: str = knob(
+        "pretrain", "row of the phase table in train/phases.py", "[report 3.4]",
+        ("pretrain", "long_context", "cooldown", "sft"),
+    )  # fmt: skip
+    num_steps: int = knob(100, "optimizer steps of the run")
+    seed: int = knob(0, "seed of initialisation and data order")
+    init_from: str = knob("", "run folder whose weights this run starts from; empty: fresh weights")
+
+
+SECTIONS = tuple(f.name for f in fields(Config) if f.default is MISSING)

@@ -1,0 +1,152 @@
+"""Every parameter is made here: shape, logical axes, initialiser, optimizer route.
+
+The metadata set here is all that the rest of the program knows about a parameter: sharding (`parallel/rules.py`),
+optimizer group (`optim/groups.py`), released layout (`checkpoint/hf_names.py`), printed tables (`audit/params.py`).
+No rule anywhere looks at a parameter's path, rank or size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3train.core.axes import PARAM_AXES
+
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32
+
+
+@dataclass(frozen=True)
+class Muon:
+    """Orthogonalise the matrix `rows` x `cols`; every axis not named is a batch of such matrices.
+
+    `("embed",) x ("head_dim",)` on `[embed, heads, head_dim]` is Per-Head Muon (report section 2.5): one matrix a head.
+    """
+
+    rows: tuple[str, ...]
+    cols: tuple[str, ...]
+    source: str  # where the assignment comes from: docs/k3.md section 3.2
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """AdamW; `decay` says whether decoupled weight decay applies."""
+
+    decay: bool
+    source: str
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """No optimizer touches it (reader of layer 0: docs/k3.md section 8, row 27)."""
+
+    source: str
+
+
+Route = Muon | AdamW | Frozen
+
+
+@dataclass(frozen=True)
+class Clip:
+    """QK-clip (docs/k3.md section 3.3): rows of `axis` are scaled by gamma_head ** exponent after a step.
+
+    `parts` are (length along `axis`, exponent) in order; they must add up to the axis.
+    """
+
+    axis: str
+    parts: tuple[tuple[int, float], ...]
+    head_axis: str = "heads"
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """What is known about one parameter."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    route: Route
+    component: str  # row of the parameter table: "kda", "mla", "routed experts", ...
+    clip: Clip | None = None
+    quantised: bool = False  # a routed-expert matrix: MXFP4 from SFT on (docs/k3.md section 3.7)
+
+    def __post_init__(self):
+        assert len(self.shape) == len(self.axes), (self.shape, self.axes)
+        unknown = [a for a in self.axes if a not in PARAM_AXES]
+        assert not unknown, f"unknown axis names {unknown}; known: {sorted(PARAM_AXES)}"
+        assert len(set(self.axes)) == len(self.axes), f"axis named twice: {self.axes}"
+        named = self.route.rows + self.route.cols if isinstance(self.route, Muon) else ()
+        assert set(named) <= set(self.axes), f"route names {named} not among {self.axes}"
+        if self.clip is not None:
+            size = self.shape[self.axes.index(self.clip.axis)]
+            assert sum(n for n, _ in self.clip.parts) == size, (self.clip, size)
+            assert self.clip.head_axis in self.axes, (self.clip, self.axes)
+
+
+class RouterBias(nnx.Variable):
+    """Selection bias of a router (float32 [layers, experts]): moved by quantile balancing, never by an optimizer."""
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Makes parameters; passed down the modules instead of a random key.
+
+    Args:
+        rngs: source of keys.
+        component: name under which the parameters are counted.
+        stack: number of layers stacked on a leading axis `layers`; 0 for a parameter outside the layers.
+    """
+
+    rngs: nnx.Rngs
+    component: str = ""
+    stack: int = 0
+
+    def at(self, component: str) -> "Maker":
+        return replace(self, component=component)
+
+    def stacked(self, num_layers: int) -> "Maker":
+        return replace(self, stack=num_layers)
+
+    def __call__(
+        self,
+        shape: Sequence[int],
+        axes: Sequence[str],
+        *,
+        init: Initializer,
+        route: Route,
+        clip: Clip | None = None,
+        quantised: bool = False,
+    ) -> nnx.Param:
+        """A float32 parameter of `shape` (without the layer axis), each layer drawn from its own key."""
+        key = self.rngs.params()
+        shape, axes = tuple(shape), tuple(axes)
+        if self.stack:
+            value = jax.vmap(lambda k: init(k, shape))(jax.random.split(key, self.stack))
+            shape, axes = (self.stack, *shape), ("layers", *axes)
+        else:
+            value = init(key, shape)
+        info = ParamInfo(shape, axes, route, self.component, clip, quantised)
+        return nnx.Param(value.astype(jnp.float32), info=info)
+
+    def router_bias(self, num_experts: int) -> RouterBias:
+        return RouterBias(jnp.zeros((self.stack, num_experts), jnp.float32))
+
+
+def normal(std: float) -> Initializer:
+    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
+
+
+def constant(value: float) -> Initializer:
+    return lambda key, shape: jnp.full(shape, value, jnp.float32)
+
+
+def uniform(bound: float) -> Initializer:
+    return lambda key, shape: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+
+
+def infos(model: Any) -> dict:
+    """Nested dict of `ParamInfo`, same keys as the parameter tree of `model` (a module or its abstract form)."""
+    state = nnx.state(model, nnx.Param)
+    flat = {path: variable.get_metadata()["info"] for path, variable in nnx.to_flat_state(state)}
+    return nnx.traversals.unflatten_mapping(flat)
