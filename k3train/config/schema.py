@@ -1,7 +1,7 @@
 """Every knob: name, default, meaning, source. Nothing past `config/` sees anything but these frozen dataclasses.
 
-Sources: `[config]`, `[report]`, `[official code]` are confirmed for K3; `[lineage]` comes from an ancestor; `[our choice]`
-is ours because K3's value is undisclosed or does not exist. Sections refer to `docs/k3.md`.
+Sources: `[config]`, `[report]`, `[official code]` are confirmed for K3; `[lineage]` comes from an ancestor;
+`our choice` is ours because K3's value is undisclosed or does not exist. Sections refer to `docs/k3.md`.
 """
 
 from dataclasses import MISSING, dataclass, field, fields
@@ -43,6 +43,9 @@ class ModelConfig:
     kda_gate_lower_bound: float = knob(-5.0, "smallest log decay per token of the bounded gate", "[config]")
     kda_gate_rank: int = knob(32, "rank of the decay projection and of a low-rank output gate")
     kda_output_gate: str = knob("full", "output gate projection", "[config]", ("full", "low_rank"))
+    kda_a_log_length: int = knob(
+        0, "entries of A_log in a released file, zero-padded beyond the heads; 0: as many as heads", "[checkpoint]"
+    )
     kda_chunk_size: int = knob(64, "tokens per chunk of the chunked form", "[lineage] FLA", ())
 
     mla_num_heads: int = knob(4, "MLA heads")
@@ -70,8 +73,26 @@ class ModelConfig:
     init_fan_in: bool = knob(
         False, "draw matrices with 1/sqrt(fan in) instead of init_std; undisclosed for K3, kinder to small widths"
     )
-    compute_dtype: str = knob("float32", "dtype of matmuls and of the stream", "[config] bfloat16", ("float32", "bfloat16"))  # fmt: skip
+    compute_dtype: str = knob(
+        "float32", "dtype of matmuls and of the stream; K3: bfloat16", OURS, ("float32", "bfloat16")
+    )
     remat: str = knob("none", "what the backward pass recomputes", OURS, ("none", "layer"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """Vision tower and projector: counted by the audits, not built yet. docs/k3.md sections 1.3 and 2.9."""
+
+    num_layers: int = knob(0, "encoder blocks; 0: a text model without tower and projector")
+    hidden_size: int = knob(1024, "width of the tower", "[config]")
+    intermediate_size: int = knob(4096, "inner width of a block's MLP", "[config]")
+    num_heads: int = knob(12, "attention heads", "[config]")
+    qkv_size: int = knob(1536, "channels of query, key and value each, over all heads", "[config]")
+    patch_size: int = knob(14, "pixels along the edge of a patch", "[config]")
+    pos_emb_height: int = knob(64, "rows of the learned position table", "[config]")
+    pos_emb_width: int = knob(64, "columns of the learned position table", "[config]")
+    pos_emb_time: int = knob(4, "frames of the fixed temporal table", "[config]")
+    merge_size: int = knob(2, "patches merged along each edge before the projector", "[config]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,6 +180,7 @@ class Config:
     """A whole run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    vision: VisionConfig = field(default_factory=VisionConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
     data: DataConfig = field(default_factory=DataConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -1,0 +1,13 @@
+"""Tiny K3 with every text mechanism, on the running Python's own sources, 8 simulated CPU devices.
+
+Run:   ./launch/laptop.sh, or k3train train --config configs/tiny.py --workdir runs/tiny
+Needs: two CPU cores, no network.
+"""
+
+from k3train.config.load import new_config
+
+
+def get_config():
+    cfg = new_config()  # every knob and its default: k3train/config/schema.py
+    cfg.mesh.update(data=2, expert=4)
+    return cfg
