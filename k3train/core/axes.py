@@ -19,6 +19,7 @@ PARAM_AXES: Final[dict[str, str]] = {
     "embed": "residual stream width",
     "vocab": "token ids",
     "heads": "attention heads",
+    "qkv": "query, key, value: three projections of one shape side by side",
     "head_dim": "channels of one head",
     "rank": "low-rank bottleneck, as the output of a projection",
     "rank_in": "low-rank bottleneck, as the input of a projection",

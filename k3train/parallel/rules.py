@@ -18,6 +18,7 @@ RULES: dict[str, MeshAxes] = {
     "embed": "data",
     "vocab": "tensor",
     "heads": "tensor",
+    "qkv": None,
     "head_dim": None,
     "rank": None,
     "rank_in": "data",

@@ -1,0 +1,163 @@
+"""The stack of layers: scanned inside blocks and over equal blocks. Nothing else knows that layers are stacked."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3train.config.schema import ModelConfig
+from k3train.core.param import Maker
+from k3train.model.attn_res import Depth
+from k3train.model.block import Layer, Step
+from k3train.model.cache import kda_cache, mla_cache
+from k3train.model.layout import BlockRun, Segment, layout, num_sources
+
+#: Caches and statistics are nested lists run / segment / position; every leaf has a leading stack axis.
+Nested = list[list[list[Any]]]
+
+
+class _Pieces(NamedTuple):
+    """A stack of layers taken apart for a scan: static graphs and arrays, one each per position of the period."""
+
+    graphs: tuple[Any, ...]
+    states: tuple[Any, ...]
+
+
+def _reshape_stack(tree: Any, *leading: int) -> Any:
+    return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), tree)
+
+
+def _merge_stack(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), tree)
+
+
+def _first(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[0], tree)
+
+
+def _stack_of_one(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x[None], tree)
+
+
+class Backbone(nnx.Module):
+    """All layers, from the embedded tokens to the depth that the output reader sees."""
+
+    def __init__(self, make: Maker, config: ModelConfig, num_bins: int):
+        self.config = config
+
+        def stack(kind, count):
+            return Layer(make.stacked(count), config, kind, num_bins)
+
+        self.runs = nnx.List([
+            nnx.List([
+                nnx.List([stack(kind, run.repeats * segment.repeats) for kind in segment.period])
+                for segment in run.segments
+            ])
+            for run in layout(config)
+        ])  # fmt: skip
+
+    def __call__(self, x_BSD: jax.Array, step: Step, caches: Nested | None) -> tuple[Depth, Nested | None, Nested]:
+        """Returns the final depth, the caches, and the statistics of every layer."""
+        stored = num_sources(self.config)
+        sources = jnp.zeros((stored, *x_BSD.shape), x_BSD.dtype) if stored else None
+        # the full form counts under a scan; the block form knows its count while tracing, except in a run of blocks
+        count = jnp.int32(0) if self.config.attn_res == "full" else 0
+        depth = Depth(sources, count, x_BSD)
+        new_caches, stats = [], []
+        for r, run in enumerate(layout(self.config)):
+            pieces = [self._pieces(segment) for segment in self.runs[r]]
+            cache = None if caches is None else caches[r]
+            depth, new_cache, stat = self._run(run, pieces, depth, step, cache)
+            new_caches.append(new_cache)
+            stats.append(stat)
+        return depth, None if caches is None else new_caches, stats
+
+    @staticmethod
+    def _pieces(segment: Sequence[Layer]) -> _Pieces:
+        graphs, states = zip(*(nnx.split(layer) for layer in segment), strict=True)
+        return _Pieces(graphs, states)
+
+    def _run(self, run: BlockRun, pieces: list[_Pieces], depth: Depth, step: Step, caches):
+        """Equal blocks: one call, or a scan whose carry is the whole depth."""
+        if run.repeats == 1:
+            return self._block(run, pieces, depth, step, caches)
+
+        def outer(tree, segment):
+            return _reshape_stack(tree, run.repeats, segment.repeats)
+
+        graphs = [p.graphs for p in pieces]
+        states = [outer(p.states, s) for p, s in zip(pieces, run.segments, strict=True)]
+        if caches is not None:
+            caches = [outer(c, s) for c, s in zip(caches, run.segments, strict=True)]
+
+        def body(depth, block):
+            states, caches = block
+            parts = [_Pieces(g, s) for g, s in zip(graphs, states, strict=True)]
+            depth, caches, stats = self._block(run, parts, depth, step, caches)
+            return depth, (caches, stats)
+
+        depth = depth._replace(count=jnp.asarray(depth.count, jnp.int32))
+        depth, (caches, stats) = jax.lax.scan(body, depth, (states, caches))
+        return depth, _merge_stack(caches), _merge_stack(stats)
+
+    def _block(self, run: BlockRun, pieces: list[_Pieces], depth: Depth, step: Step, caches):
+        """One block: push the finished one, then the segments in order."""
+        if self.config.attn_res == "block":
+            depth = depth.push()
+        new_caches, stats = [], []
+        for s, segment in enumerate(run.segments):
+            cache = None if caches is None else caches[s]
+            depth, cache, stat = self._segment(segment, pieces[s], depth, step, cache)
+            new_caches.append(cache)
+            stats.append(stat)
+        return depth, None if caches is None else new_caches, stats
+
+    def _segment(self, segment: Segment, pieces: _Pieces, depth: Depth, step: Step, caches):
+        """The layers of a period, `repeats` times.
+
+        In the block form the stored sources do not change inside a block: only the prefix moves, so the backward pass
+        keeps one copy of the sources and not one per layer.
+        """
+        full = self.config.attn_res == "full"
+
+        def body(moving, repeat):
+            states, caches, valid = repeat
+            new_caches, stats = [], []
+            for p, graph in enumerate(pieces.graphs):
+
+                def layer(state, moving, cache, graph=graph, valid=valid if p == 0 else True):
+                    current = moving if full else depth._replace(prefix=moving)
+                    current, cache, stats = nnx.merge(graph, state)(current, step, cache, prefix_valid=valid)
+                    return (current if full else current.prefix), cache, stats
+
+                if self.config.remat == "layer":
+                    layer = jax.checkpoint(layer)
+                moving, cache, stat = layer(states[p], moving, None if caches is None else caches[p])
+                new_caches.append(cache)
+                stats.append(stat)
+            return moving, (None if caches is None else new_caches, stats)
+
+        start = depth if full else depth.prefix
+        if segment.repeats == 1:
+            once = (_first(pieces.states), _first(caches), segment.offset > 0)
+            moving, (caches, stats) = body(start, once)
+            caches, stats = _stack_of_one(caches), _stack_of_one(stats)
+        else:
+            valid = (jnp.arange(segment.repeats) > 0) | (segment.offset > 0)
+            moving, (caches, stats) = jax.lax.scan(body, start, (pieces.states, caches, valid))
+        return (moving if full else depth._replace(prefix=moving)), caches, stats
+
+
+def init_caches(config: ModelConfig, batch: int, capacity: int) -> Nested:
+    """Empty decode state for `batch` sequences of at most `capacity` tokens."""
+
+    def one(kind, count):
+        cache = kda_cache(config, batch) if kind.mixer == "kda" else mla_cache(config, batch, capacity)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (count, *x.shape)), cache)
+
+    return [
+        [[one(kind, run.repeats * segment.repeats) for kind in segment.period] for segment in run.segments]
+        for run in layout(config)
+    ]

@@ -1,0 +1,74 @@
+"""Stable LatentMoE, and plain MoE without the latent (report section 2.3; docs/k3.md section 2.5)."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from k3train.config.schema import ModelConfig
+from k3train.core.param import Maker, Muon
+from k3train.model.init import matrix
+from k3train.model.mlp import MLP, activation
+from k3train.model.norm import RMSNorm
+from k3train.model.router import Router, RouterStats
+from k3train.parallel.expert import routed_experts
+from k3train.parallel.rules import shard
+
+PER_EXPERT = "[lineage guess] Muon per expert matrix"
+WHOLE = "[lineage guess] whole matrix by Muon"
+
+
+class MoE(nnx.Module):
+    """Routed experts in the latent space, shared experts on the stream."""
+
+    def __init__(self, make: Maker, config: ModelConfig, num_bins: int):
+        D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
+        L = config.moe_latent_size or D
+        self.activation = activation(config)
+        self.router = Router(make.at("router"), config, num_bins)
+        routed = make.at("routed experts")
+        into, out = Muon(("expert_in",), ("expert_mlp",), PER_EXPERT), Muon(("expert_mlp",), ("expert_in",), PER_EXPERT)
+        up_axes, down_axes = ("experts", "expert_in", "expert_mlp"), ("experts", "expert_mlp", "expert_in")
+        self.w1 = routed((E, L, F), up_axes, init=matrix(config, L), route=into, quantised=True)
+        self.w3 = routed((E, L, F), up_axes, init=matrix(config, L), route=into, quantised=True)
+        self.w2 = routed((E, F, L), down_axes, init=matrix(config, F), route=out, quantised=True)
+        self.latent = bool(config.moe_latent_size)
+        self.latent_norm = config.moe_latent_norm
+        if self.latent:
+            latent = make.at("latent projections")
+            down, up = Muon(("embed",), ("latent",), WHOLE), Muon(("latent",), ("embed",), WHOLE)
+            self.down = latent((D, L), ("embed", "latent"), init=matrix(config, D), route=down)
+            self.up = latent((L, D), ("latent", "embed"), init=matrix(config, L), route=up)
+            if self.latent_norm:
+                self.norm = RMSNorm(latent, L, config.rms_norm_eps)
+        self.num_shared = config.num_shared_experts
+        if self.num_shared:
+            self.shared = MLP(make.at("shared experts"), config, self.num_shared * F)
+
+    def __call__(
+        self, x_BSD: jax.Array, segment_ids_BS: jax.Array, *, collect: bool
+    ) -> tuple[jax.Array, RouterStats]:
+        """Normalised stream in, sublayer output and router counts out."""
+        dtype = x_BSD.dtype
+        B, S, D = x_BSD.shape
+        routes, stats = self.router(x_BSD, segment_ids_BS, collect=collect)
+        z_BSL = jnp.einsum("BSD,DL->BSL", x_BSD, self.down[...].astype(dtype)) if self.latent else x_BSD
+        # padding is sent to no expert
+        ids_PK = jnp.where(segment_ids_BS.reshape(-1, 1) > 0, routes.ids_PK, self.w1.shape[0])
+        u_PL = routed_experts(
+            z_BSL.reshape(B * S, -1),
+            ids_PK,
+            routes.weights_PK,
+            self.w1[...].astype(dtype),
+            self.w3[...].astype(dtype),
+            self.w2[...].astype(dtype),
+            self.activation,
+        )
+        # summed over experts in float32, then cast [official code]
+        y_BSD = u_PL.astype(dtype).reshape(B, S, -1)
+        if self.latent:
+            if self.latent_norm:
+                y_BSD = self.norm(y_BSD)
+            y_BSD = jnp.einsum("BSL,LD->BSD", y_BSD, self.up[...].astype(dtype))
+        if self.num_shared:
+            y_BSD = y_BSD + self.shared(x_BSD)
+        return shard(y_BSD, "act_batch", "act_seq", "act_embed"), stats

@@ -1,0 +1,36 @@
+"""Next-token loss of one batch and what the step collects along the way (docs/k3.md section 2.10)."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from k3train.core.tree import Blueprint, Tree
+from k3train.model.backbone import Nested
+from k3train.ops.cross_entropy import cross_entropy_sum
+
+Batch = dict[str, jax.Array]
+
+
+class Sums(NamedTuple):
+    """Totals over the trained tokens of a batch; they add up over micro-batches."""
+
+    loss: jax.Array  # sum of -log p(target) in nats, float32
+    tokens: jax.Array  # sum of loss weights, float32
+
+
+def token_loss(
+    blueprint: Blueprint, params: Tree, bias: Tree, batch: Batch, *, collect: bool
+) -> tuple[Sums, Nested]:
+    """Loss sums of a batch and the statistics of every layer.
+
+    Args:
+        batch: tokens, segment_ids, targets int32 [B, S], loss_mask float32 [B, S]; a position without weight is ignored.
+        collect: count router statistics.
+    """
+    model: Any = blueprint.module(params, bias)
+    out = model.hidden(batch["tokens"], batch["segment_ids"], collect=collect)
+    head_DX = model.head.matrix[...].astype(out.hidden.dtype)
+    weights = batch["loss_mask"].astype(jnp.float32)
+    loss = cross_entropy_sum(out.hidden, head_DX, batch["targets"], weights)
+    return Sums(loss, jnp.sum(weights)), out.stats
