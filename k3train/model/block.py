@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
+
 from flax import nnx
 
 from k3train.config.schema import ModelConfig
@@ -98,5 +98,3 @@ class Layer(nnx.Module):
         if self.kind.mixer == "kda":
             return *self.mixer(x, step.segment_ids, cache), None
         return self.mixer(x, step.segment_ids, cache, step.length)
-
-

@@ -60,9 +60,7 @@ class KDA(nnx.Module):
         q, k, v, tail = self._convolved(x_BSD, segment_ids_BS, cache)
         log_decay, beta = self._decay(x_BSD), self._beta(x_BSD)
         if cache is not None and x_BSD.shape[1] == 1:
-            read, state = recurrent_kda(
-                q, k, v, log_decay, beta, initial_state=cache.state, segment_ids=segment_ids_BS
-            )
+            read, state = recurrent_kda(q, k, v, log_decay, beta, initial_state=cache.state, segment_ids=segment_ids_BS)
         else:
             read, state = chunk_kda(
                 q, k, v, log_decay, beta,

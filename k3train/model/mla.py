@@ -112,9 +112,7 @@ class MLA(nnx.Module):
         seen = jnp.arange(latent_BTR.shape[1])[None, None, :] <= position_BS[:, :, None]
         weights, max_logit = masked_softmax(logits, seen & (segment_ids_BS > 0)[:, :, None])
         mixed = jnp.einsum("BHST,BTR->BSHR", weights.astype(dtype), latent_BTR[..., :R])
-        out = jnp.einsum(
-            "BSHR,RHV->BSHV", mixed, self.v_b[...].astype(dtype), preferred_element_type=jnp.float32
-        )
+        out = jnp.einsum("BSHR,RHV->BSHV", mixed, self.v_b[...].astype(dtype), preferred_element_type=jnp.float32)
         return out, max_logit, MlaCache(latent_BTR)
 
     def _output(self, x_BSD, out_BSHV):

@@ -44,9 +44,7 @@ class MoE(nnx.Module):
         if self.num_shared:
             self.shared = MLP(make.at("shared experts"), config, self.num_shared * F)
 
-    def __call__(
-        self, x_BSD: jax.Array, segment_ids_BS: jax.Array, *, collect: bool
-    ) -> tuple[jax.Array, RouterStats]:
+    def __call__(self, x_BSD: jax.Array, segment_ids_BS: jax.Array, *, collect: bool) -> tuple[jax.Array, RouterStats]:
         """Normalised stream in, sublayer output and router counts out."""
         dtype = x_BSD.dtype
         B, S, D = x_BSD.shape

@@ -1,4 +1,4 @@
-"""Router: float32 scores, bias for selection only, what quantile balancing needs to know (docs/k3.md sections 2.5, 3.1)."""
+"""Router: float32 scores, bias for selection only, counts for quantile balancing (docs/k3.md sections 2.5, 3.1)."""
 
 from typing import NamedTuple
 

@@ -55,7 +55,7 @@ def spec(names: Sequence[str | None]) -> PartitionSpec:
         entry = None if name is None else RULES[name]
         for axis in (entry,) if isinstance(entry, str) else entry or ():
             if axis in used:
-                raise ValueError(f"axes {used[axis]!r} and {name!r} of one array are both split over mesh axis {axis!r}")
+                raise ValueError(f"axes {used[axis]!r} and {name!r} of one array both split over mesh axis {axis!r}")
             used[axis] = str(name)
         entries.append(entry)
     return PartitionSpec(*entries)

@@ -19,13 +19,11 @@ class Sums(NamedTuple):
     tokens: jax.Array  # sum of loss weights, float32
 
 
-def token_loss(
-    blueprint: Blueprint, params: Tree, bias: Tree, batch: Batch, *, collect: bool
-) -> tuple[Sums, Nested]:
+def token_loss(blueprint: Blueprint, params: Tree, bias: Tree, batch: Batch, *, collect: bool) -> tuple[Sums, Nested]:
     """Loss sums of a batch and the statistics of every layer.
 
     Args:
-        batch: tokens, segment_ids, targets int32 [B, S], loss_mask float32 [B, S]; a position without weight is ignored.
+        batch: tokens, segment_ids, targets int32 [B, S], loss_mask float32 [B, S]; without weight, no loss.
         collect: count router statistics.
     """
     model: Any = blueprint.module(params, bias)
