@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import jax
-
 from flax import nnx
 
 from k3train.config.schema import ModelConfig
