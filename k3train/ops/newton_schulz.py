@@ -1,0 +1,80 @@
+"""Orthogonalisation of batches of matrices by Newton-Schulz iteration (docs/k3.md section 3.2).
+
+The iteration X <- a X + (b A + c A^2) X with A = X X^T moves every singular value towards 1 and keeps the singular
+vectors: the result stands for the polar factor U V^T. With the Muon coefficients it does not converge: singular values
+end between about 0.7 and 1.2, which is all that training needs.
+
+Every matrix of a batch is treated alone. Batch axes are never merged or reordered, so however they are split over
+devices, each device works on the matrices that it holds.
+"""
+
+from collections.abc import Sequence
+from math import prod
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Coefficients = Sequence[tuple[float, float, float]]
+
+#: Five equal steps (Jordan's Muon; Moonlight).
+SIMPLE: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
+#: A schedule of five different steps that ends nearer to 1 (optax calls it "dion").
+QUINTIC: Coefficients = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+
+
+def newton_schulz(
+    x: jax.Array, *, coefficients: Coefficients = SIMPLE, eps: float = 1e-7, dtype: jax.typing.DTypeLike = jnp.float32
+) -> jax.Array:
+    """Orthogonalise every matrix of `x`.
+
+    Args:
+        x: [..., rows, cols]; all leading axes are a batch.
+        coefficients: (a, b, c) of each step.
+        eps: added to the Frobenius norm by which a matrix is first divided; a zero matrix stays zero.
+        dtype: of the matrix products. float32 asks the hardware for full float32 products.
+
+    Returns:
+        [..., rows, cols] float32.
+    """
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.astype(jnp.float32)
+    x = x / (jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True)) + eps)
+    if tall:  # A = X X^T is then the smaller of the two products
+        x = x.mT
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
+
+    def step(x, abc):
+        a, b, c = abc
+        gram = jnp.matmul(x, x.mT, precision=precision)
+        polynomial = b * gram + c * jnp.matmul(gram, gram, precision=precision)
+        return a * x + jnp.matmul(polynomial, x, precision=precision), None
+
+    x, _ = lax.scan(step, x.astype(dtype), jnp.asarray(coefficients, dtype))
+    return (x.mT if tall else x).astype(jnp.float32)
+
+
+def to_matrices(x: jax.Array, rows: Sequence[int], cols: Sequence[int]) -> jax.Array:
+    """`x` with its matrix axes last and merged: [batch axes in their order..., rows, cols].
+
+    Args:
+        rows: axes of `x` that count the rows of a matrix, slowest first; may be several, such as heads x channels.
+        cols: axes that count the columns. Every axis in neither is a batch axis.
+    """
+    batch = [axis for axis in range(x.ndim) if axis not in (*rows, *cols)]
+    x = x.transpose(*batch, *rows, *cols)
+    sizes = x.shape[len(batch) :]
+    return x.reshape(*x.shape[: len(batch)], prod(sizes[: len(rows)]), prod(sizes[len(rows) :]))
+
+
+def from_matrices(m: jax.Array, shape: Sequence[int], rows: Sequence[int], cols: Sequence[int]) -> jax.Array:
+    """The inverse of `to_matrices` for an array of `shape`."""
+    order = [axis for axis in range(len(shape)) if axis not in (*rows, *cols)] + [*rows, *cols]
+    m = m.reshape([shape[axis] for axis in order])
+    return m.transpose([order.index(axis) for axis in range(len(shape))])

@@ -1,0 +1,100 @@
+"""QK-clip, the weight half of MuonClip (docs/k3.md section 3.3; Kimi K2 report, Algorithm 1)."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+Tree = Any  # any pytree
+
+
+@dataclass(frozen=True)
+class ClipView:
+    """Which entries of a leaf belong to a head's logits.
+
+    Args:
+        head_axis: axis of the leaf that counts heads.
+        axis: axis along which `parts` lie.
+        parts: (length, exponent), in order, adding up to the axis: the entries are scaled by gamma ** exponent. The
+            exponents of the query's and the key's part of one product add up to 1; 0 leaves entries alone.
+    """
+
+    head_axis: int
+    axis: int
+    parts: tuple[tuple[int, float], ...]
+
+    def exponents(self) -> np.ndarray:
+        """[length of `axis`] float32."""
+        return np.concatenate([np.full(length, exponent, np.float32) for length, exponent in self.parts])
+
+
+class QkClipState(NamedTuple):
+    """`num_clipped`: int32 [], heads rescaled at the last step, counted over layers."""
+
+    num_clipped: jax.Array
+
+
+def _clip(update: jax.Array, weight: jax.Array, view: ClipView, max_logits: jax.Array, threshold: float):
+    """(rewritten update of one leaf, which heads are clipped)."""
+    stack = max_logits.ndim - 1  # leading axes that leaf and max_logits share
+    expected = (*weight.shape[:stack], weight.shape[view.head_axis])
+    if max_logits.shape != expected:
+        raise ValueError(f"max_logits of shape {max_logits.shape} for a leaf of shape {weight.shape}: want {expected}")
+    exponents = view.exponents()
+    if len(exponents) != weight.shape[view.axis]:
+        raise ValueError(f"parts {view.parts} add up to {len(exponents)}, the axis has {weight.shape[view.axis]}")
+    clipped = (max_logits > threshold) & jnp.isfinite(max_logits)  # false for NaN, and a negative logit needs no clip
+    gamma = jnp.where(clipped, threshold / jnp.where(clipped, max_logits, 1), 1)
+    other = [axis for axis in range(stack, weight.ndim) if axis != view.head_axis]
+    exponents = np.expand_dims(exponents, [axis for axis in range(weight.ndim) if axis != view.axis])
+    factor = jnp.expand_dims(gamma, other) ** exponents
+    moved = jnp.expand_dims(clipped, other) & (exponents != 0)
+    new = (weight.astype(jnp.float32) + update) * factor
+    return jnp.where(moved, new - weight, update).astype(update.dtype), clipped
+
+
+def qk_clip(threshold: float, clip_views: Tree) -> optax.GradientTransformationExtraArgs:
+    """Rewrites updates so that `params + updates` already holds the clipped weights. Keep it last in the chain.
+
+    `update(updates, state, params, max_logits=...)` takes a tree like params with the largest attention logit of each
+    head over the whole step (all rows, positions, micro-batches and devices; softmax scale included): float32
+    [stack axes..., heads] at clipped leaves, where the stack axes are the leading axes of the leaf, and `None`
+    elsewhere. Without `max_logits` nothing is clipped. A head whose logit S exceeds `threshold` has gamma =
+    threshold / S; every other head keeps its update bit for bit, as do NaN and infinite S (skip such a step).
+
+    Args:
+        threshold: largest logit allowed per head (K2: 100).
+        clip_views: tree like params: `ClipView`, or `None`.
+
+    Raises:
+        ValueError: threshold not positive, no params, or shapes that do not fit.
+    """
+    if threshold <= 0:
+        raise ValueError(f"the qk_clip threshold must be positive, got {threshold}")
+
+    def init(params):
+        del params
+        return QkClipState(jnp.zeros([], jnp.int32))
+
+    def update(updates, state, params=None, *, max_logits=None, **extra_args):
+        del state, extra_args
+        if params is None:
+            raise ValueError("qk_clip rescales weights: call update(updates, state, params)")
+        if max_logits is None:
+            return updates, QkClipState(jnp.zeros([], jnp.int32))
+        leaves, structure = jax.tree.flatten(updates)
+        trees = [structure.flatten_up_to(tree) for tree in (params, clip_views, max_logits)]
+        count = jnp.zeros([], jnp.float32)
+        for index, (weight, view, logits) in enumerate(zip(*trees, strict=True)):
+            if view is None or logits is None:
+                continue
+            leaves[index], clipped = _clip(leaves[index], weight, view, logits, threshold)
+            # Query and key leaf of a head both count; their smallest exponents add up to 1.
+            share = min(exponent for _, exponent in view.parts if exponent > 0)
+            count = count + share * jnp.sum(clipped)
+        return structure.unflatten(leaves), QkClipState(jnp.round(count).astype(jnp.int32))
+
+    return optax.GradientTransformationExtraArgs(init, update)
