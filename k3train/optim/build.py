@@ -1,9 +1,9 @@
 """The optimizer of a run: Muon and AdamW by metadata, one schedule, decoupled decay, QK-clip last."""
 
+from math import inf
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from k3train.config.schema import OptimConfig
@@ -11,12 +11,11 @@ from k3train.core.param import ParamInfo
 from k3train.core.tree import Tree, map_leaves
 from k3train.ops.newton_schulz import SIMPLE
 from k3train.optim import groups
-from k3train.optim.muon import muon
-from k3train.optim.qk_clip import qk_clip
+from k3train.optim.qk_clip import QkClipState, muon_clip
 from k3train.optim.schedule import warmup_cosine
 
 
-def learning_rate(config: OptimConfig, num_steps: int) -> optax.Schedule:
+def schedule(config: OptimConfig, num_steps: int) -> optax.Schedule:
     """Learning rate by 0-based step."""
     return warmup_cosine(config.peak_lr, config.final_lr, config.warmup_fraction, num_steps)
 
@@ -31,30 +30,39 @@ def build(config: OptimConfig, infos: Tree, num_steps: int) -> optax.GradientTra
         ValueError: a parameter without a route.
     """
     groups.check(infos)
-    steps = [
-        muon(
-            learning_rate(config, num_steps),
-            groups.matrix_views(infos),
-            weight_decay=config.weight_decay,
-            decay=map_leaves(groups.decays, infos),
-            frozen=map_leaves(groups.frozen, infos),
-            momentum=config.muon_momentum,
-            nesterov=config.muon_nesterov,
-            scale=config.muon_scale,
-            coefficients=SIMPLE[:1] * config.muon_ns_steps,
-            adam_b1=config.adam_b1,
-            adam_b2=config.adam_b2,
-            adam_eps=config.adam_eps,
-        )
-    ]
-    if config.qk_clip_threshold:
-        steps.append(qk_clip(config.qk_clip_threshold, groups.clip_views(infos)))
-    return optax.with_extra_args_support(optax.chain(*steps))
+    return muon_clip(
+        schedule(config, num_steps),
+        groups.matrix_views(infos),
+        groups.clip_views(infos),
+        threshold=config.qk_clip_threshold or inf,
+        weight_decay=config.weight_decay,
+        decay=map_leaves(groups.decays, infos),
+        frozen=map_leaves(groups.frozen, infos),
+        momentum=config.muon_momentum,
+        nesterov=config.muon_nesterov,
+        scale=config.muon_scale,
+        coefficients=SIMPLE[:1] * config.muon_ns_steps,
+        adam_b1=config.adam_b1,
+        adam_b2=config.adam_b2,
+        adam_eps=config.adam_eps,
+    )
+
+
+def learning_rate(config: OptimConfig, num_steps: int, opt_state: Any) -> jax.Array:
+    """float32 []: the learning rate that the update which made `opt_state` used."""
+    return schedule(config, num_steps)(_only(opt_state, optax.ScaleByScheduleState).count - 1)
 
 
 def num_clipped(opt_state: Any) -> jax.Array:
     """int32 []: heads that QK-clip rescaled at the last step; 0 where it is off."""
-    return optax.tree.get(opt_state, "num_clipped", default=jnp.zeros([], jnp.int32))
+    return _only(opt_state, QkClipState).num_clipped
+
+
+def _only(opt_state: Any, kind: type) -> Any:
+    """The one state of this kind in a chain."""
+    nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
+    (found,) = (node for node in nodes if isinstance(node, kind))
+    return found
 
 
 def state_shardings(infos: Tree, abstract_opt_state: Any, param_shardings: Tree, replicated: Any) -> Any:

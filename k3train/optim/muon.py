@@ -53,24 +53,25 @@ class MuonState(NamedTuple):
     momentum: Tree
 
 
-def _absent(leaf: Any) -> bool:
+def absent(leaf: Any) -> bool:
+    """Whether an outer transform (`optax.masked`, `optax.partition`) took this leaf away."""
     return leaf is None or isinstance(leaf, optax.MaskedNode)
 
 
-def _flatten(tree: Tree, tags: Tagged) -> tuple[list, list, Any]:
-    """(leaves of `tree`, tag of each, structure). Leaves masked away by an outer transform are leaves with tag None."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=_absent)
+def flatten(tree: Tree, tags: Tagged) -> tuple[list, list, Any]:
+    """(leaves of `tree`, tag of each, structure); an absent leaf has tag None."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=absent)
     found = structure.flatten_up_to(tags(tree) if callable(tags) else tags)
-    return leaves, [None if _absent(leaf) else tag for leaf, tag in zip(leaves, found, strict=True)], structure
+    return leaves, [None if absent(leaf) else tag for leaf, tag in zip(leaves, found, strict=True)], structure
 
 
 def _mask(tags: Tagged, where: Callable[[Any], bool]) -> Callable[[Tree], Tree]:
     """Mask for `optax.masked`: true at the leaves for whose tag `where` holds."""
 
     def mask(tree):
-        leaves, found, structure = _flatten(tree, tags)
+        leaves, found, structure = flatten(tree, tags)
         return structure.unflatten(
-            [leaf if _absent(leaf) else where(tag) for leaf, tag in zip(leaves, found, strict=True)]
+            [leaf if absent(leaf) else where(tag) for leaf, tag in zip(leaves, found, strict=True)]
         )
 
     return mask
@@ -122,7 +123,7 @@ def scale_by_muon(
     """
 
     def init(params):
-        leaves, found, structure = _flatten(params, views)
+        leaves, found, structure = flatten(params, views)
         zeros = []
         for leaf, view in zip(leaves, found, strict=True):
             if view is not None:
@@ -132,7 +133,7 @@ def scale_by_muon(
 
     def update(updates, state, params=None):
         del params
-        leaves, found, structure = _flatten(updates, views)
+        leaves, found, structure = flatten(updates, views)
         moments = structure.flatten_up_to(state.momentum)
         chosen = [index for index, view in enumerate(found) if view is not None]
         directions = []
@@ -153,10 +154,10 @@ def _mask(tree: Tree | Callable[[Tree], Tree], where: Callable[[Any], bool]) -> 
     """Mask for `optax.masked`: true at the leaves of `tree` for which `where` holds."""
 
     def mask(params):
-        leaves, structure = jax.tree.flatten(params, is_leaf=_absent)
+        leaves, structure = jax.tree.flatten(params, is_leaf=absent)
         found = structure.flatten_up_to(tree(params) if callable(tree) else tree)
         return structure.unflatten(
-            [leaf if _absent(leaf) else where(value) for leaf, value in zip(leaves, found, strict=True)]
+            [leaf if absent(leaf) else where(value) for leaf, value in zip(leaves, found, strict=True)]
         )
 
     return mask
@@ -188,11 +189,11 @@ def muon(
     """
 
     def adam(tree):
-        leaves, found, structure = _flatten(tree, views)
-        still = _flatten(tree, frozen)[1] if frozen is not None else [False] * len(leaves)
+        leaves, found, structure = flatten(tree, views)
+        still = flatten(tree, frozen)[1] if frozen is not None else [False] * len(leaves)
         rest = [view is None and not stays for view, stays in zip(found, still, strict=True)]
         return structure.unflatten(
-            [leaf if _absent(leaf) else chosen for leaf, chosen in zip(leaves, rest, strict=True)]
+            [leaf if absent(leaf) else chosen for leaf, chosen in zip(leaves, rest, strict=True)]
         )
 
     return optax.chain(

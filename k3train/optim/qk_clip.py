@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-Tree = Any  # any pytree
+from k3train.optim.muon import Tagged, flatten, muon
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _clip(update: jax.Array, weight: jax.Array, view: ClipView, max_logits: jax.
     return jnp.where(moved, new - weight, update).astype(update.dtype), clipped
 
 
-def qk_clip(threshold: float, clip_views: Tree) -> optax.GradientTransformationExtraArgs:
+def qk_clip(threshold: float, clip_views: Tagged) -> optax.GradientTransformationExtraArgs:
     """Rewrites updates so that `params + updates` already holds the clipped weights. Keep it last in the chain.
 
     `update(updates, state, params, max_logits=...)` takes a tree like params with the largest attention logit of each
@@ -85,10 +85,10 @@ def qk_clip(threshold: float, clip_views: Tree) -> optax.GradientTransformationE
             raise ValueError("qk_clip rescales weights: call update(updates, state, params)")
         if max_logits is None:
             return updates, QkClipState(jnp.zeros([], jnp.int32))
-        leaves, structure = jax.tree.flatten(updates)
-        trees = [structure.flatten_up_to(tree) for tree in (params, clip_views, max_logits)]
+        leaves, views, structure = flatten(updates, clip_views)
+        weights, largest = structure.flatten_up_to(params), structure.flatten_up_to(max_logits)
         count = jnp.zeros([], jnp.float32)
-        for index, (weight, view, logits) in enumerate(zip(*trees, strict=True)):
+        for index, (weight, view, logits) in enumerate(zip(weights, views, largest, strict=True)):
             if view is None or logits is None:
                 continue
             leaves[index], clipped = _clip(leaves[index], weight, view, logits, threshold)
@@ -98,3 +98,20 @@ def qk_clip(threshold: float, clip_views: Tree) -> optax.GradientTransformationE
         return structure.unflatten(leaves), QkClipState(jnp.round(count).astype(jnp.int32))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def muon_clip(
+    learning_rate: optax.ScalarOrSchedule,
+    views: Tagged,
+    clip_views: Tagged,
+    *,
+    threshold: float = 100.0,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """MuonClip: Muon (and AdamW where there is no matrix view), decoupled decay, then QK-clip.
+
+    Args:
+        learning_rate, views, options: see `muon.muon`.
+        clip_views, threshold: see `qk_clip`; infinity never clips.
+    """
+    return optax.chain(muon(learning_rate, views, **options), qk_clip(threshold, clip_views))
