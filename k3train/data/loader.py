@@ -7,7 +7,7 @@ each other without a short batch; every epoch holds every training document once
 """
 
 import hashlib
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,9 @@ Batch = dict[str, np.ndarray]
 
 #: Texts are tokenised in groups of about this many characters, so that few of them are in memory at a time.
 _GROUP_CHARACTERS = 1 << 24
+
+#: Tokens counted at a time by `baselines`: the pairs of a block stay in the cache.
+_COUNT_BLOCK = 1 << 18
 
 #: Global rows of a run; only an upper bound for libraries that want a length.
 _ENDLESS = 2**62
@@ -53,24 +56,27 @@ def read_corpora(config: DataConfig) -> Corpora:
     """
     tokenizer = load_tokenizer(config.tokenizer)
     source = open_source(config)
-    bad: list[str] = []
-    names, encoded = [], []
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    bad: list[str] = []
+    names: list[str] = []
+    encoded: list[np.ndarray] = []
     for group in _groups(documents(source, config.on_bad_line), bad):
-        texts = [text for _, text in group]
-        for (name, _), ids in zip(group, tokenizer.encode_batch(texts), strict=True):
-            closed = ids if tokenizer.eos_id is None else np.append(ids, tokenizer.eos_id)
-            if len(closed):
+        for (name, _), ids in zip(group, tokenizer.encode_batch([text for _, text in group]), strict=True):
+            if len(ids):
                 names.append(name)
-                encoded.append(closed.astype(dtype))
+                encoded.append(ids.astype(dtype))
     if not names:
         raise ValueError(f"data.path={config.path!r}: no usable document" + (f"; first fault: {bad[0]}" if bad else ""))
     out = held_out(names, config.eval_fraction)
-    notes = source.notes
-    if bad:
-        notes += (f"skipped {len(bad)} of {len(source)} records; first: {bad[0]}",)
-    heldout = _select(names, encoded, out) if out.any() else None
-    return Corpora(tokenizer, _select(names, encoded, ~out), heldout, notes)
+
+    def side(keep: np.ndarray) -> Corpus:
+        chosen = np.flatnonzero(keep).tolist()
+        return build_corpus(
+            [names[i] for i in chosen], [encoded[i] for i in chosen], eos_id=tokenizer.eos_id, dtype=dtype
+        )
+
+    skipped = (f"skipped {len(bad)} of {len(source)} records; first: {bad[0]}",) if bad else ()
+    return Corpora(tokenizer, side(~out), side(out) if out.any() else None, source.notes + skipped)
 
 
 def _groups(pairs: Generator[tuple[str, str], None, list[str]], bad: list[str]) -> Iterator[list[tuple[str, str]]]:
@@ -89,11 +95,6 @@ def _groups(pairs: Generator[tuple[str, str], None, list[str]], bad: list[str]) 
             group, characters = [], 0
     if group:
         yield group
-
-
-def _select(names: Sequence[str], encoded: Sequence[np.ndarray], keep: np.ndarray) -> Corpus:
-    chosen = np.flatnonzero(keep).tolist()
-    return build_corpus([names[i] for i in chosen], [encoded[i] for i in chosen], encoded[0].dtype)
 
 
 class _HostRows:
@@ -244,16 +245,18 @@ def baselines(corpus: Corpus, vocab_size: int) -> dict[str, float]:
     """
     if vocab_size > 1024:
         return {}
-    inside = np.ones(len(corpus.tokens) - 1, bool)
-    inside[corpus.offsets[1:-1] - 1] = False
-    before, after = corpus.tokens[:-1][inside].astype(np.int32), corpus.tokens[1:][inside]
-    if not len(after):
+    pairs = np.zeros(vocab_size**2, np.int64)
+    last = np.zeros(len(corpus.tokens), bool)
+    last[corpus.offsets[1:] - 1] = True
+    for begin in range(0, len(last) - 1, _COUNT_BLOCK):
+        block = slice(begin, begin + _COUNT_BLOCK)
+        before, after = corpus.tokens[:-1][block], corpus.tokens[1:][block]
+        inside = ~last[:-1][block]
+        pairs += np.bincount(before[inside].astype(np.int64) * vocab_size + after[inside], minlength=len(pairs))
+    if not pairs.any():
         return {}
-    pairs = np.bincount(before * vocab_size + after, minlength=vocab_size**2).reshape(vocab_size, vocab_size)
-    return {
-        "unigram": _entropy(pairs.sum(axis=0)),
-        "bigram": _entropy(pairs.ravel()) - _entropy(pairs.sum(axis=1)),
-    }
+    table = pairs.reshape(vocab_size, vocab_size)
+    return {"unigram": _entropy(table.sum(axis=0)), "bigram": _entropy(pairs) - _entropy(table.sum(axis=1))}
 
 
 def _entropy(counts: np.ndarray) -> float:

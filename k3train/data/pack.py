@@ -52,13 +52,18 @@ class Corpus:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
 
 
-def build_corpus(names: Sequence[str], documents: Sequence[np.ndarray], dtype: np.dtype | type = np.int32) -> Corpus:
-    """A corpus of documents that are each a non-empty [tokens] array."""
+def build_corpus(
+    names: Sequence[str], documents: Sequence[np.ndarray], *, eos_id: int | None, dtype: type = np.int32
+) -> Corpus:
+    """A corpus of [tokens] arrays, each closed by `eos_id` where there is one; none may end up empty."""
+    extra = 0 if eos_id is None else 1
     offsets = np.zeros(len(documents) + 1, np.int64)
-    np.cumsum([len(d) for d in documents], out=offsets[1:])
+    np.cumsum([len(document) + extra for document in documents], out=offsets[1:])
     tokens = np.empty(offsets[-1], dtype)
-    for document, begin, end in zip(documents, offsets[:-1], offsets[1:], strict=True):
-        tokens[begin:end] = document
+    for document, begin, end in zip(documents, offsets[:-1].tolist(), offsets[1:].tolist(), strict=True):
+        tokens[begin : end - extra] = document
+    if eos_id is not None:
+        tokens[offsets[1:] - 1] = eos_id
     return Corpus(tuple(names), tokens, offsets)
 
 

@@ -4,11 +4,15 @@ Kinds (`data.source`): `stdlib`, the standard library of the running Python; `te
 a line; `parquet`, one a row. Order and names depend on the content of the folder only, not on the machine.
 """
 
+import fnmatch
 import glob
 import hashlib
+import itertools
 import json
+import os
 import sysconfig
-from collections.abc import Callable, Generator
+from array import array
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -195,35 +199,42 @@ def find_files(path: str, pattern: str) -> tuple[list[Path], Path]:
             raise ValueError(f"data.path={path!r}: the file is empty")
         return [named], named.parent
     if named.is_dir():
-        root, found = named, [str(p) for p in named.rglob(pattern)]
+        files, root = _walk(named, pattern), named
     elif glob.has_magic(path):
-        fixed = []
-        for part in named.parts:
-            if glob.has_magic(part):
-                break
-            fixed.append(part)
-        root, found = Path(*fixed), glob.glob(str(named), recursive=True)
+        root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), named.parts))
+        files = _in_order((Path(p) for p in glob.glob(str(named), recursive=True)), root)
     else:
         raise ValueError(f"data.path={path!r}: no such file or folder")
-    inside = [Path(p) for p in found if not any(part.startswith(".") for part in Path(p).relative_to(root).parts)]
-    files = sorted((p for p in inside if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
     if not files:
         raise ValueError(f"data.path={path!r}: no file matches {pattern if named.is_dir() else 'the glob'}")
     return files, root
 
 
+def _walk(root: Path, pattern: str, apart: frozenset[str] = frozenset()) -> list[Path]:
+    """Files under `root` whose name matches, sorted; folders named in `apart` and hidden ones are not entered."""
+
+    def refuse(error: OSError) -> None:
+        raise ValueError(f"{error.filename}: cannot be read: {error.strerror}") from error
+
+    found = []
+    for folder, subfolders, names in os.walk(root, onerror=refuse):
+        subfolders[:] = [name for name in subfolders if name not in apart and not name.startswith(".")]
+        found += [Path(folder, name) for name in fnmatch.filter(names, pattern) if not name.startswith(".")]
+    return _in_order(found, root)
+
+
+def _in_order(paths: Iterable[Path], root: Path) -> list[Path]:
+    return sorted((p for p in paths if p.is_file()), key=lambda p: p.relative_to(root).as_posix())
+
+
 def _standard_library() -> TextFiles:
     """Python sources that every machine has: no tests, nothing installed or generated at build time."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    apart = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-    files = [
-        path
-        for path in root.rglob("*.py")
-        if not apart & set(path.relative_to(root).parts[:-1]) and not path.name.startswith("_sysconfigdata")
-    ]
+    apart = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+    files = [path for path in _walk(root, "*.py", apart) if not path.name.startswith("_sysconfigdata")]
     if not files:
         raise ValueError(f"data.source='stdlib': no Python sources in {root}; use data.source='text' and data.path")
-    return TextFiles(sorted(files, key=lambda p: p.relative_to(root).as_posix()), root)
+    return TextFiles(files, root)
 
 
 def held_out(names: list[str], fraction: float) -> np.ndarray:
@@ -237,10 +248,9 @@ def held_out(names: list[str], fraction: float) -> np.ndarray:
     """
     if not 0 <= fraction < 1:
         raise ValueError(f"data.eval_fraction={fraction}: expected 0 <= fraction < 1")
-    digests = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48 for name in names]
-    share = np.array(digests)
     if fraction == 0:
         return np.zeros(len(names), bool)
+    share = np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48 for name in names])
     chosen = share < max(fraction, np.nextafter(share.min(), 1))
     if chosen.all():
         raise ValueError(
@@ -271,9 +281,9 @@ def documents(source: Source, on_bad_line: str) -> Generator[tuple[str, str], No
 
 def _json_text(line: str, field: str, where: str) -> str:
     try:
-        record = json.loads(line.removeprefix("\ufeff"))
+        record = json.loads(line.removeprefix("\ufeff").rstrip("\r\n"))
     except json.JSONDecodeError as error:
-        raise BadDocument(where, f"no valid JSON: {error.msg} at column {error.colno}") from error
+        raise BadDocument(where, f"no valid JSON: {error.msg} (column {error.colno})") from error
     except RecursionError as error:
         raise BadDocument(where, "no valid JSON: nested too deep") from error
     if not isinstance(record, dict):
@@ -304,16 +314,16 @@ def _usable(value: object, what: str, where: str) -> str:
 
 def _line_spans(path: Path) -> np.ndarray:
     """int64 [records, 3]: physical line number, first byte, end, of every line that is not blank."""
-    spans, begin = [], 0
+    spans, begin = array("q"), 0  # 24 bytes a record: files may have millions of lines
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
-                    spans.append((number, begin, begin + len(line)))
+                    spans.extend((number, begin, begin + len(line)))
                 begin += len(line)
     except OSError as error:
         raise BadDocument(str(path), f"cannot be read: {error.strerror}") from error
-    return np.array(spans, np.int64).reshape(-1, 3)
+    return np.asarray(spans, np.int64).reshape(-1, 3)
 
 
 def _open_parquet(reader: Callable, path: Path, column: str):
