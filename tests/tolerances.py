@@ -27,9 +27,13 @@ TOLERANCES = {
     "same model": Tolerance(5e-5, of_max=True),
     # a mesh against one device
     "mesh loss": Tolerance(1e-6, of_max=True),
+    "mesh op": Tolerance(1e-6, of_max=True),
+    "mesh op gradient": Tolerance(1e-5, of_max=True),
     "mesh gradient": Tolerance(1e-4, of_max=True),
     # an optimizer update against its float64 golden file
     "update": Tolerance(1e-4, of_max=True),
+    # an optimizer update on a mesh against one device
+    "mesh update": Tolerance(1e-5, of_max=True),
     "router bias": Tolerance(1e-6, of_max=False),
 }
 
