@@ -62,7 +62,7 @@ class Knobs(ConfigDict):
                 f"replacing the section {name} drops {', '.join(missing)}; "
                 f"write cfg.{name}.update(...) to change some of its values"
             )
-        self[name].update(value)
+        self._fields[name].update(value)
 
 
 def new_config() -> Knobs:

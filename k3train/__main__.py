@@ -1,0 +1,7 @@
+"""`python -m k3train` is the command line."""
+
+import sys
+
+from k3train.cli import main
+
+sys.exit(main())

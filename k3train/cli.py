@@ -1,0 +1,279 @@
+"""The command line: parses, calls, prints. What each subcommand does lives in the room it calls."""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+from k3train import __version__
+from k3train.config.check import ConfigError, check, mesh_size, mesh_text
+from k3train.config.load import from_json, override, read, split_overrides
+from k3train.config.schema import Config
+from k3train.config.values import flat_values
+from k3train.core import log
+
+DONE, OUR_FAULT, USER_MISTAKE = 0, 1, 2  # a training run also ends with 3 (non-finite) or 4 (steps not reached)
+
+_EPILOG = """\
+Any knob of a config file can be changed on the command line: --config.optim.peak_lr=3e-4. The knobs, their values and
+where each comes from: k3train show-config --config FILE.
+exit codes: 0 done; 1 a fault of k3train; 2 a mistake in what was asked for; 3 training went non-finite;
+4 the asked-for steps were not reached
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse whose refusals are one short message."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\nusage: {self.prog} -h shows what is accepted")
+
+    def known_options(self) -> list[str]:
+        return [option for option in self._option_string_actions if option.startswith("--")]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; the exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        overrides, rest = split_overrides(arguments)
+        parsed = _parse(rest, bool(overrides))
+        if hasattr(parsed, "config"):
+            parsed.overrides = overrides
+        with log.shown("stdout" if parsed.command == "train" else "stderr"):  # elsewhere stdout is for the result
+            return parsed.run(parsed)
+    except SystemExit as request:  # argparse, after -h or --version
+        return int(request.code or 0)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone
+        sys.stderr.close()
+        return DONE
+    except Exception as error:
+        if not _users_mistake(error):
+            traceback.print_exc()
+            return OUR_FAULT
+        print(f"k3train: {_message(error)}", file=sys.stderr)
+        return USER_MISTAKE
+
+
+def _users_mistake(error: BaseException) -> bool:
+    """A refusal of ours, or a file that is not there or not ours to use; anything else is our fault."""
+    if isinstance(error, OSError):
+        return error.filename is not None
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
+    return isinstance(error, ConfigError) or (isinstance(error, ValueError) and ours)
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror or error}"
+    return str(error)
+
+
+def _parse(arguments: list[str], overrides: bool) -> argparse.Namespace:
+    parser = _parser()
+    commands = parser.get_default("commands")
+    named = next((a for a in arguments if not a.startswith("-")), None)
+    if named is None and not arguments:
+        parser.print_help()
+        raise ConfigError(f"choose a command: {', '.join(commands)}")
+    if named is not None and named not in commands:
+        close = get_close_matches(named, commands, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"no command {named}; {hint}commands: {', '.join(commands)}")
+    parsed, unknown = parser.parse_known_args(arguments)
+    command = commands[parsed.command]
+    if unknown:
+        options = command.known_options()
+        close = get_close_matches(unknown[0].split("=")[0], options, n=1, cutoff=0.5)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise ConfigError(f"{parsed.command} does not know {unknown[0]}; {hint}options: {', '.join(options)}")
+    if overrides and not hasattr(parsed, "config"):
+        raise ConfigError(f"{parsed.command} takes no --config.* values: the run folder holds its configuration")
+    return parsed
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="k3train",
+        description="Train models of the Kimi K3 family.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"k3train {__version__}")
+    group = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+    commands: dict[str, _Parser] = {}
+
+    def command(name: str, run: Callable[[Any], int], text: str) -> _Parser:
+        sub = commands[name] = group.add_parser(name, help=text, description=text, allow_abbrev=False)
+        sub.set_defaults(run=run)
+        return sub
+
+    train = command("train", _train, "train; resumes by itself if the run folder holds a checkpoint")
+    _config_option(train)
+    train.add_argument("--workdir", type=Path, help="run folder; default runs/<name of the config file>")
+    _devices_option(train)
+
+    evaluate = command("eval", _eval, "held-out loss of a run")
+    _run_options(evaluate)
+
+    generate = command("generate", _generate, "continue a text with a trained or imported run")
+    _run_options(generate)
+    generate.add_argument("--prompt", required=True, help="text to continue")
+    generate.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add at most (200)")
+    generate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (1.0)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of the probability kept (1.0)")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (0)")
+
+    plan = command("plan", _plan, "parameters and bytes per device of a configuration; needs no accelerator")
+    _config_option(plan)
+    plan.add_argument("--devices", type=int, metavar="N", help="refuse a mesh that is not of this size")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
+
+    import_hf = command("import-hf", _import_hf, "make a run folder from a released checkpoint")
+    import_hf.add_argument("source", type=Path, metavar="SOURCE_DIR", help="folder with safetensors and config.json")
+    import_hf.add_argument("--workdir", type=Path, required=True, help="run folder to make")
+
+    data = command("data", _data, "show rows as the model will see them")
+    _config_option(data)
+    data.add_argument("--examples", type=int, default=1, metavar="N", help="rows to show (1)")
+
+    _config_option(command("show-config", _show_config, "every knob, its value and where the value comes from"))
+    parser.set_defaults(commands=commands)
+    return parser
+
+
+def _config_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="config file; --config.a.b=value changes one of its values"
+    )
+
+
+def _devices_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, metavar="N", help="CPU devices to simulate; default: as the mesh needs")
+
+
+def _run_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--workdir", type=Path, required=True, help="run folder")
+    parser.add_argument("--step", type=int, metavar="N", help="checkpoint to use; default: the newest")
+    _devices_option(parser)
+
+
+def _load(parsed: argparse.Namespace) -> tuple[Config, dict[str, str]]:
+    return override(read(parsed.config), parsed.overrides)
+
+
+def _start_devices(config: Config, asked: int | None) -> None:
+    """Refuse the configuration before anything is compiled, then have the devices of its mesh."""
+    check(config, asked)
+    from k3train.parallel.devices import keep_compiled_programs, prepare_devices
+
+    keep_compiled_programs()
+    check(config, prepare_devices(mesh_size(config.mesh), asked))
+
+
+def _open_run(parsed: argparse.Namespace) -> None:
+    """Devices for a run that is already there."""
+    file = parsed.workdir / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{parsed.workdir} is not a run folder: it holds no config.json")
+    _start_devices(from_json(file.read_text(), str(file)), parsed.devices)
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    config, sources = _load(parsed)
+    _start_devices(config, parsed.devices)
+    from k3train.train.loop import train
+
+    return train(config, parsed.workdir or Path("runs") / Path(parsed.config).stem, sources)
+
+
+def _eval(parsed: argparse.Namespace) -> int:
+    _open_run(parsed)
+    from k3train.train.evaluate import evaluate_run
+
+    for name, value in evaluate_run(parsed.workdir, parsed.step).items():
+        print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
+    return DONE
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    _open_run(parsed)
+    from k3train.inference.run import load
+
+    run = load(parsed.workdir, parsed.step)
+    texts = run.generate(
+        [parsed.prompt],
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_p=parsed.top_p,
+        seed=parsed.seed,
+    )
+    print(parsed.prompt + texts[0])
+    return DONE
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    config, _ = _load(parsed)
+    check(config, parsed.devices, trainable=False)
+    from k3train.audit import params
+
+    if parsed.json:
+        print(
+            json.dumps({"config": parsed.config, "devices": mesh_size(config.mesh), **params.report(config)}, indent=2)
+        )
+    else:
+        print(f"mesh: {mesh_text(config.mesh)}\n\n{params.table(params.count(config))}\n\n{params.CONVENTION}\n")
+        print(params.bytes_text(config))
+    return DONE
+
+
+def _import_hf(parsed: argparse.Namespace) -> int:
+    from k3train.checkpoint.hf_import import import_hf
+
+    import_hf(parsed.source, parsed.workdir)
+    return DONE
+
+
+def _data(parsed: argparse.Namespace) -> int:
+    config, _ = _load(parsed)
+    check(config)
+    from k3train.data.loader import make_train_loader
+    from k3train.data.show import render_examples
+
+    loader = make_train_loader(config.data, config.seed)
+    print(render_examples(loader, parsed.examples, colour=sys.stdout.isatty()))
+    return DONE
+
+
+def _show_config(parsed: argparse.Namespace) -> int:
+    recipe = read(parsed.config)
+    config, sources = override(recipe, parsed.overrides)
+    check(config, trainable=False)
+    rows = [(key, _shown(value), sources[key]) for key, value in flat_values(config).items()]
+    _print_rows("knob, value, source", rows)
+    released = [(name, _shown(value), why) for name, (value, why) in recipe.released.items()]
+    if released:
+        print()
+        _print_rows("released value that no knob holds, why nothing depends on it", released)
+    return DONE
+
+
+def _print_rows(title: str, rows: list[tuple[str, str, str]]) -> None:
+    name_width = max(len(name) for name, _, _ in rows)
+    value_width = min(24, max(len(value) for _, value, _ in rows))  # a long list pushes only its own line
+    print(f"# {title}")
+    for name, value, note in rows:
+        print(f"{name:<{name_width}}  {value:<{value_width}}  {note}")
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) and value else json.dumps(value)
