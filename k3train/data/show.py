@@ -91,4 +91,4 @@ def _decode_visibly(ids: list[int], tokenizer: Tokenizer, colour: bool) -> str:
 
 
 def _clean(text: str) -> str:
-    return text.translate(_VISIBLE)
+    return text.translate(_VISIBLE).encode("utf-8", "replace").decode()  # file names need not be UTF-8

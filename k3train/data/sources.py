@@ -14,7 +14,7 @@ import sysconfig
 from array import array
 from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
-from typing import Protocol
+from typing import BinaryIO, Protocol
 
 import numpy as np
 
@@ -85,30 +85,38 @@ class JsonLines:
     notes: tuple[str, ...] = ()
 
     def __init__(self, files: list[Path], root: Path, field: str):
-        self._files, self._root, self._field = files, root, field
+        self._files, self._field = files, field
+        self._names = [path.relative_to(root).as_posix() for path in files]
         self._lines = [_line_spans(path) for path in files]
         self._ends = np.cumsum([len(spans) for spans in self._lines])
+        self._held: tuple[int, BinaryIO | None] = (-1, None)  # the file read last, kept open for its neighbours
 
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def _locate(self, index: int) -> tuple[Path, int, int, int]:
-        """File, physical line number from 1, first byte and end of the line."""
+    def _locate(self, index: int) -> tuple[int, int, int, int]:
+        """Number of the file, physical line number from 1, first byte and end of the line."""
         nth = int(np.searchsorted(self._ends, index, side="right"))
-        spans = self._lines[nth]
-        line, begin, end = spans[index - int(self._ends[nth])]  # counted from the end of the file's lines
-        return self._files[nth], int(line), int(begin), int(end)
+        # A negative index: counted back from the end of the file's lines.
+        line, begin, end = self._lines[nth][index - self._ends[nth]].tolist()
+        return nth, line, begin, end
 
     def name(self, index: int) -> str:
-        path, line, _, _ = self._locate(index)
-        return f"{path.relative_to(self._root).as_posix()}:{line}"
+        nth, line, _, _ = self._locate(index)
+        return f"{self._names[nth]}:{line}"
 
     def text(self, index: int) -> str:
-        path, line, begin, end = self._locate(index)
-        where = f"{path}:{line}"
-        with path.open("rb") as file:
+        nth, line, begin, end = self._locate(index)
+        where = f"{self._files[nth]}:{line}"
+        try:
+            held, file = self._held
+            if held != nth or file is None:
+                file = self._files[nth].open("rb")
+                self._held = (nth, file)
             file.seek(begin)
             raw = file.read(end - begin)
+        except OSError as error:
+            raise BadDocument(where, f"cannot be read: {error.strerror}") from error
         return _json_text(_decode(raw, where), self._field, where)
 
 
@@ -122,40 +130,46 @@ class ParquetRows:
             import pyarrow.parquet as parquet
         except ImportError as error:
             raise ValueError("data.source='parquet' needs pyarrow: pip install pyarrow") from error
-        self._files, self._root, self._column = files, root, column
+        self._files, self._column = files, column
+        self._names = [path.relative_to(root).as_posix() for path in files]
         self._readers = [_open_parquet(parquet.ParquetFile, path, column) for path in files]
-        groups = [
-            (nth, group, reader.metadata.row_group(group).num_rows)
-            for nth, reader in enumerate(self._readers)
-            for group in range(reader.metadata.num_row_groups)
-        ]
-        self._groups = groups
-        self._ends = np.cumsum([rows for _, _, rows in groups], dtype=np.int64)
+        # Of each row group: file, group within the file, rows of the file before it.
+        self._groups: list[tuple[int, int, int]] = []
+        sizes = []
+        for nth, reader in enumerate(self._readers):
+            before = 0
+            for group in range(reader.metadata.num_row_groups):
+                self._groups.append((nth, group, before))
+                sizes.append(reader.metadata.row_group(group).num_rows)
+                before += sizes[-1]
+        self._starts = np.cumsum([0, *sizes])
         self._held: tuple[int, list] = (-1, [])
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._starts[-1])
 
-    def _locate(self, index: int) -> tuple[int, int, int]:
-        """Number of the row group, row within it, row within the file from 1."""
-        nth = int(np.searchsorted(self._ends, index, side="right"))
-        file, group, rows = self._groups[nth]
-        inside = index - (int(self._ends[nth]) - rows)
-        before = sum(n for f, g, n in self._groups if f == file and g < group)
-        return nth, inside, before + inside + 1
+    def _locate(self, index: int) -> tuple[int, int, int, int]:
+        """Number of the row group over all files, row within it, file, row within the file from 1."""
+        nth = int(np.searchsorted(self._starts, index, side="right")) - 1
+        inside = index - int(self._starts[nth])
+        file, _, before = self._groups[nth]
+        return nth, inside, file, before + inside + 1
 
     def name(self, index: int) -> str:
-        nth, _, row = self._locate(index)
-        path = self._files[self._groups[nth][0]]
-        return f"{path.relative_to(self._root).as_posix()}:{row}"
+        _, _, file, row = self._locate(index)
+        return f"{self._names[file]}:{row}"
 
     def text(self, index: int) -> str:
-        nth, inside, row = self._locate(index)
-        file, group, _ = self._groups[nth]
+        nth, inside, file, row = self._locate(index)
         if self._held[0] != nth:
-            table = self._readers[file].read_row_group(group, columns=[self._column])
-            self._held = (nth, table.column(self._column).to_pylist())
+            self._held = (nth, self._read_group(file, self._groups[nth][1]))
         return _usable(self._held[1][inside], f"column {self._column!r}", f"{self._files[file]}: row {row}")
+
+    def _read_group(self, file: int, group: int) -> list:
+        try:
+            return self._readers[file].read_row_group(group, columns=[self._column]).column(self._column).to_pylist()
+        except (OSError, ValueError) as error:  # a page that does not decode; no single row is to blame
+            raise ValueError(f"{self._files[file]}: row group {group} cannot be read: {error}") from error
 
 
 def open_source(config: DataConfig) -> Source:
@@ -250,7 +264,9 @@ def held_out(names: list[str], fraction: float) -> np.ndarray:
         raise ValueError(f"data.eval_fraction={fraction}: expected 0 <= fraction < 1")
     if fraction == 0:
         return np.zeros(len(names), bool)
-    share = np.array([int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48 for name in names])
+    # surrogateescape: file names are bytes, and not always UTF-8.
+    digests = [hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest() for name in names]
+    share = np.array([int.from_bytes(digest[:6], "big") / 2**48 for digest in digests])
     chosen = share < max(fraction, np.nextafter(share.min(), 1))
     if chosen.all():
         raise ValueError(
@@ -284,8 +300,8 @@ def _json_text(line: str, field: str, where: str) -> str:
         record = json.loads(line.removeprefix("\ufeff").rstrip("\r\n"))
     except json.JSONDecodeError as error:
         raise BadDocument(where, f"no valid JSON: {error.msg} (column {error.colno})") from error
-    except RecursionError as error:
-        raise BadDocument(where, "no valid JSON: nested too deep") from error
+    except (RecursionError, ValueError) as error:  # depth, or an integer of thousands of digits
+        raise BadDocument(where, f"JSON beyond what is read: {error}") from error
     if not isinstance(record, dict):
         raise BadDocument(where, f"expected a JSON object, found {_json_kind(record)}")
     if field not in record:

@@ -1,6 +1,7 @@
 """Documents of every kind of source, in order, and what happens to records that cannot be used."""
 
 import json
+import os
 
 import numpy as np
 import pyarrow as pa
@@ -122,7 +123,8 @@ BAD_LINES = {
     b'{"text": null}': "field 'text' is NoneType, expected text",
     b'{"text": "\xff"}': "no valid UTF-8: byte 0xff",
     b'{"text": "ab\\ud800"}': "half a surrogate pair at character 2",
-    b"[" * 100_000: "no valid JSON",
+    b"[" * 100_000: "JSON",
+    b'{"text": "x", "n": ' + b"9" * 5000 + b"}": "JSON beyond what is read",
 }
 
 
@@ -165,6 +167,20 @@ def test_parquet_faults_are_named(tmp_path):
     (tmp_path / "c.parquet").write_text("no parquet")
     with pytest.raises(ValueError, match=r"c\.parquet: no parquet file"):
         open_source(DataConfig(source="parquet", path=str(tmp_path / "c.parquet")))
+
+
+def test_parquet_damage_is_named(tmp_path):
+    path = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [f"document {i}" for i in range(100)]}), path)
+    raw = bytearray(path.read_bytes())
+    raw[4:60] = b"\xff" * 56
+    path.write_bytes(raw)
+    with pytest.raises(ValueError, match=r"a\.parquet: row group 0 cannot be read"):
+        read(DataConfig(source="parquet", path=str(path)))
+
+
+def test_file_names_that_are_no_utf8():
+    assert held_out([os.fsdecode(b"\xff.txt"), "a.txt"], 0.1).sum() == 1
 
 
 def test_held_out_is_a_stable_share_by_name():
