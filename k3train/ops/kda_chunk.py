@@ -84,7 +84,8 @@ def chunk_kda(
 
 def _suffix_sum(g):
     """Sum over the later positions, the own one excluded."""
-    return jnp.flip(jnp.cumsum(jnp.flip(g, -2), axis=-2), -2) - g
+    later = jnp.flip(jnp.cumsum(jnp.flip(g, -2), axis=-2), -2)[..., 1:, :]
+    return jnp.pad(later, ((0, 0),) * (g.ndim - 2) + ((0, 1), (0, 0)))
 
 
 def _pair_products(q, k, g):

@@ -34,7 +34,7 @@ def softplus_log_decay(z: jax.Array, a_log: jax.Array) -> jax.Array:
 
 def _rate(z: jax.Array, a_log: jax.Array) -> jax.Array:
     if z.ndim < 2 or a_log.shape != z.shape[-2:-1]:
-        raise ValueError(f"decay gate takes z [..., heads, channels] and a_log [heads], got {z.shape} and {a_log.shape}")
+        raise ValueError(f"decay gate takes z [..., H, K] and a_log [H], got {z.shape} and {a_log.shape}")
     return jnp.exp(a_log.astype(jnp.float32))[:, None]
 
 

@@ -1,6 +1,6 @@
 """Kimi Delta Attention token by token: the oracle of the chunked form, and the decode step (docs/k3.md section 2.2).
 
-    S_t = (I - beta_t k_t k_t^T) Diag(exp(log_decay_t)) S_{t-1} + beta_t k_t v_t^T        o_t = scale S_t^T q_t
+S_t = (I - beta_t k_t k_t^T) Diag(exp(log_decay_t)) S_{t-1} + beta_t k_t v_t^T        o_t = scale S_t^T q_t
 """
 
 import jax
