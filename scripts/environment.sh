@@ -15,7 +15,7 @@ prepare_environment() {
       "$python" -m venv "$venv"
     fi
     echo "set-up: installing k3train${extra:+ with the extra '$extra'} into .venv (once; needs a package index)"
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".${extra:+[$extra]}"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".${extra:+[$extra]}"
     echo "$stamp" >"$marker"
     echo "set-up: done after $SECONDS s"
   fi
