@@ -1,0 +1,108 @@
+"""Routed experts on any mesh: which device computes which pair, and how tokens get there and back.
+
+Tokens are split over `data` and `expert`, experts over `expert`, their inner width over `tensor` (parallel/rules.py).
+Today's transport gathers the tokens of the expert axis on each of its devices, every device computes the pairs of its
+own experts, and the float32 sums are scattered back. With K at least the size of the axis nearly every token goes
+everywhere anyway. Nothing is dropped, so every mesh computes what one device computes.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from k3train.ops.grouped_matmul import Activation, expert_mlp, plan_groups
+from k3train.ops.quantile import histogram
+from k3train.parallel.mesh import BATCH_AXES, current_mesh
+from k3train.parallel.rules import spec
+
+Array = jax.Array
+
+
+def routed_experts(
+    x_BSL: Array,
+    ids_BSK: Array,
+    weights_BSK: Array,
+    w1_ELF: Array,
+    w3_ELF: Array,
+    w2_EFL: Array,
+    *,
+    activation: Activation,
+    implementation: str | None = None,
+) -> Array:
+    """Weighted sum of the chosen experts' outputs (docs/k3.md section 2.5, steps 3 and 4).
+
+    Args:
+        x_BSL: what the experts read (the latent), in the compute dtype.
+        ids_BSK: int32 chosen experts; E or above computes nothing (padding).
+        weights_BSK: float32 combine weights.
+        w1_ELF, w3_ELF, w2_EFL: gate, up and down matrices of all experts, in the compute dtype.
+        activation: function of (gate, up); hashable, no arrays inside.
+        implementation: of ops/grouped_matmul.py; default by backend.
+
+    Returns:
+        float32 [B, S, L], the same on any mesh up to rounding.
+    """
+    compute = partial(_own_experts, activation=activation, implementation=implementation)
+    mesh = current_mesh()
+    if mesh.size <= 1:
+        return compute(x_BSL, ids_BSK, weights_BSK, w1_ELF, w3_ELF, w2_EFL)
+
+    def on_device(x, ids, weights, w1, w3, w2):
+        # Parameters arrive in their FSDP shards; gathering here makes the gradient a reduce-scatter.
+        w1, w3 = (jax.lax.all_gather(w, "data", axis=1, tiled=True) for w in (w1, w3))
+        w2 = jax.lax.all_gather(w2, "data", axis=2, tiled=True)
+        first = jax.lax.axis_index("expert") * w1.shape[0]
+        x, ids, weights = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, ids, weights))
+        own_ids = jnp.where((ids >= first) & (ids < first + w1.shape[0]), ids - first, w1.shape[0])
+        out = compute(x, own_ids, weights, w1, w3, w2)
+        out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+        return jax.lax.psum(out, "tensor")
+
+    num_rows = x_BSL.shape[0]
+    tokens = [_pad_rows(a, fill) for a, fill in ((x_BSL, 0), (ids_BSK, w1_ELF.shape[0]), (weights_BSK, 0))]
+    into, out_of = spec(("experts", "expert_in", "expert_mlp")), spec(("experts", "expert_mlp", "expert_in"))
+    in_specs = (_ROWS, _ROWS, _ROWS, into, into, out_of)
+    sharded = jax.shard_map(on_device, in_specs=in_specs, out_specs=_ROWS, check_vma=False)
+    return sharded(*tokens, w1_ELF, w3_ELF, w2_EFL)[:num_rows]
+
+
+def pooled_histogram(scores_BSE: Array, cutoff_BS: Array, bias_E: Array, valid_BS: Array, *, num_bins: int) -> Array:
+    """`ops.quantile.histogram` over the tokens of all devices: int32 [E, num_bins], replicated.
+
+    Every device counts its own tokens; only counts travel.
+    """
+    count = partial(histogram, num_bins=num_bins)
+    if current_mesh().size <= 1:
+        return count(scores_BSE, cutoff_BS, bias_E, valid_BS)
+
+    def on_device(scores, cutoff, bias, valid):
+        return jax.lax.psum(count(scores, cutoff, bias, valid), BATCH_AXES)
+
+    tokens = [_pad_rows(a, 0) for a in (scores_BSE, cutoff_BS)]
+    specs = (_ROWS, _ROWS, PartitionSpec(), _ROWS)
+    sharded = jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
+    return sharded(*tokens, bias_E, _pad_rows(valid_BS, 0))
+
+
+_ROWS = PartitionSpec(BATCH_AXES)  # leading axis of everything that belongs to tokens
+
+
+def _own_experts(x_BSL, ids_BSK, weights_BSK, w1_ELF, w3_ELF, w2_EFL, *, activation, implementation):
+    """The pairs whose experts are held here: one device's work."""
+    num_experts, _, _ = w1_ELF.shape
+    x_PL = x_BSL.reshape(-1, x_BSL.shape[-1])
+    ids_PK, weights_PK = (a.reshape(-1, a.shape[-1]) for a in (ids_BSK, weights_BSK))
+    plan = plan_groups(ids_PK, num_experts)
+    y_PL = expert_mlp(
+        x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation=activation, implementation=implementation
+    )
+    return y_PL.reshape(*x_BSL.shape[:-1], y_PL.shape[-1])
+
+
+def _pad_rows(x: Array, fill: int) -> Array:
+    """Rows added until the batch axes divide them: a lone prompt on eight devices, say."""
+    sizes = dict(current_mesh().shape)
+    missing = -x.shape[0] % (sizes["data"] * sizes["expert"])
+    return jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), constant_values=fill) if missing else x

@@ -1,0 +1,100 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from k3train.ops.quantile import histogram
+from k3train.ops.routing import route
+from k3train.ops.situ import situ_glu
+from k3train.parallel.expert import pooled_histogram, routed_experts
+from k3train.parallel.mesh import make_mesh, use_mesh
+from k3train.parallel.rules import spec
+from tests.tolerances import assert_close
+
+MESHES = [
+    {"data": 8},
+    {"expert": 8},
+    {"data": 2, "expert": 4},
+    {"data": 2, "expert": 2, "tensor": 2},
+]
+NAMES = (
+    ("act_batch", "act_seq", None),
+    ("act_batch", "act_seq", None),
+    ("experts", "expert_in", "expert_mlp"),
+    ("experts", "expert_in", "expert_mlp"),
+    ("experts", "expert_mlp", "expert_in"),
+)
+
+
+def make(experts=16, chosen=4, rows=8, seq=6, width=16, inner=8, skew=0.0):
+    keys = jax.random.split(jax.random.key(0), 6)
+    x_BSL = jax.random.normal(keys[0], (rows, seq, width))
+    offset_E = skew * jnp.arange(experts, dtype=jnp.float32)
+    routes = route(jax.random.normal(keys[1], (rows, seq, experts)) + offset_E, jnp.zeros(experts), num_selected=chosen)
+    w1, w3 = (jax.random.normal(k, (experts, width, inner)) / width**0.5 for k in keys[2:4])
+    w2 = jax.random.normal(keys[4], (experts, inner, width)) / inner**0.5
+    return (x_BSL, routes.weights_PK, w1, w3, w2), routes.ids_PK, jax.random.normal(keys[5], x_BSL.shape)
+
+
+def layer(arrays, ids_BSK, cotangent):
+    def function(x, weights, w1, w3, w2):
+        # a second pass through the same experts inside a rematerialised scan, as in a stack of layers
+        def step(x, _):
+            return x + routed_experts(x, ids_BSK, weights, w1, w3, w2, activation=situ_glu), None
+
+        return jax.lax.scan(jax.checkpoint(step), x, None, length=2)[0]
+
+    y, pull = jax.vjp(function, *arrays)
+    return y, *pull(cotangent)
+
+
+def on_mesh(sizes, arrays, ids_BSK, cotangent):
+    mesh = make_mesh(sizes)
+    with use_mesh(mesh):
+        placed = tuple(
+            jax.device_put(a, NamedSharding(mesh, spec(names))) for a, names in zip(arrays, NAMES, strict=True)
+        )
+        return jax.jit(layer)(placed, ids_BSK, cotangent)
+
+
+def assert_same(got, wanted):
+    for what, a, b in zip(("y", "dx", "dweights", "dw1", "dw3", "dw2"), got, wanted, strict=True):
+        assert_close(a, b, "mesh op" if what == "y" else "mesh op gradient", what)
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize("skew", [0.0, 3.0])
+def test_equals_one_device(sizes, skew):
+    inputs = make(skew=skew)
+    assert_same(on_mesh(sizes, *inputs), jax.jit(layer)(*inputs))
+
+
+def test_released_router_width():
+    inputs = make(experts=896, chosen=16, rows=8, seq=4, width=8, inner=4, skew=0.01)
+    assert int(inputs[1].max()) == 895
+    assert_same(on_mesh({"data": 2, "expert": 4}, *inputs), jax.jit(layer)(*inputs))
+
+
+def test_rows_that_the_mesh_does_not_divide():
+    """A lone prompt on eight devices."""
+    inputs = make(rows=1, seq=5)
+    arrays, ids, cotangent = inputs
+    wanted = jax.jit(layer)(*inputs)
+    with use_mesh(make_mesh({"data": 2, "expert": 4})):
+        assert_same(jax.jit(layer)(arrays, ids, cotangent), wanted)
+
+
+def test_histogram_is_pooled_over_the_mesh():
+    x = 2.0 * jax.random.normal(jax.random.key(0), (6, 5, 32))
+    bias = 0.1 * jax.random.normal(jax.random.key(1), (32,))
+    routes = route(x, bias, num_selected=4)
+    valid = jnp.arange(5) < jnp.asarray([5, 5, 3, 0, 1, 5])[:, None]
+    arguments = (routes.scores_PE, routes.cutoff_P, bias, valid)
+    wanted = histogram(*arguments, num_bins=40)
+    np.testing.assert_array_equal(pooled_histogram(*arguments, num_bins=40), wanted)
+    with use_mesh(make_mesh({"data": 2, "expert": 4})):
+        got = jax.jit(partial(pooled_histogram, num_bins=40))(*arguments)
+    np.testing.assert_array_equal(got, wanted)
