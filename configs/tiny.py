@@ -11,4 +11,5 @@ def get_config():
     cfg = new_config()  # every knob and its default: k3train/config/schema.py
     cfg.model.update(vocab_size=258, pad_token_id=257)  # 256 bytes, end of document, padding
     cfg.mesh.update(data=2, expert=4)
+    cfg.log.sample = "def "
     return cfg

@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 from k3train import __version__
 from k3train.config.check import ConfigError, check, mesh_size, mesh_text
-from k3train.config.load import from_json, override, read, split_overrides
+from k3train.config.load import override, read, split_overrides
 from k3train.config.schema import Config
 from k3train.config.values import flat_values
 from k3train.core import log
@@ -63,12 +63,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _users_mistake(error: BaseException) -> bool:
-    """A refusal of ours, or a file that is not there or not ours to use; anything else is our fault."""
+    """A refusal that k3train raises itself, or a file that is not there or not ours to use; the rest is our fault."""
     if isinstance(error, OSError):
         return error.filename is not None
-    frames = traceback.extract_tb(error.__traceback__)
-    ours = Path(frames[-1].filename).is_relative_to(Path(__file__).parent)
-    return isinstance(error, ConfigError) or (isinstance(error, ValueError) and ours)
+    origin = traceback.extract_tb(error.__traceback__)[-1]
+    refusal = Path(origin.filename).is_relative_to(Path(__file__).parent) and (origin.line or "raise").startswith(
+        "raise"
+    )
+    return isinstance(error, ValueError) and refusal
 
 
 def _message(error: BaseException) -> str:
@@ -124,6 +126,7 @@ def _parser() -> _Parser:
 
     evaluate = command("eval", _eval, "held-out loss of a run")
     _run_options(evaluate)
+    _devices_option(evaluate)
 
     generate = command("generate", _generate, "continue a text with a trained or imported run")
     _run_options(generate)
@@ -164,7 +167,6 @@ def _devices_option(parser: argparse.ArgumentParser) -> None:
 def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdir", type=Path, required=True, help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to use; default: the newest")
-    _devices_option(parser)
 
 
 def _load(parsed: argparse.Namespace) -> tuple[Config, dict[str, str]]:
@@ -180,37 +182,39 @@ def _start_devices(config: Config, asked: int | None) -> None:
     check(config, prepare_devices(mesh_size(config.mesh), asked))
 
 
-def _open_run(parsed: argparse.Namespace) -> None:
-    """Devices for a run that is already there."""
-    file = parsed.workdir / "config.json"
-    if not file.is_file():
-        raise ConfigError(f"{parsed.workdir} is not a run folder: it holds no config.json")
-    _start_devices(from_json(file.read_text(), str(file)), parsed.devices)
-
-
 def _train(parsed: argparse.Namespace) -> int:
     config, sources = _load(parsed)
     _start_devices(config, parsed.devices)
+    from k3train.audit import params
+    from k3train.inference.run import load
     from k3train.train.loop import train
 
-    return train(config, parsed.workdir or Path("runs") / Path(parsed.config).stem, sources)
+    workdir = parsed.workdir or Path("runs") / Path(parsed.config).stem
+    prompt = config.log.sample
+
+    def sample(_: Any) -> str:
+        return prompt + load(workdir).generate([prompt], temperature=0.7)[0]
+
+    table = params.table(params.count(config))
+    return train(config, workdir, sources, header=table, sample=sample if prompt else None)
 
 
 def _eval(parsed: argparse.Namespace) -> int:
-    _open_run(parsed)
     from k3train.train.evaluate import evaluate_run
+    from k3train.train.run_folder import RunFolder
 
+    _start_devices(RunFolder(parsed.workdir).read_config(), parsed.devices)
     for name, value in evaluate_run(parsed.workdir, parsed.step).items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
     return DONE
 
 
 def _generate(parsed: argparse.Namespace) -> int:
-    _open_run(parsed)
     from k3train.inference.run import load
+    from k3train.parallel.devices import keep_compiled_programs
 
-    run = load(parsed.workdir, parsed.step)
-    texts = run.generate(
+    keep_compiled_programs()
+    texts = load(parsed.workdir, parsed.step).generate(
         [parsed.prompt],
         max_tokens=parsed.max_tokens,
         temperature=parsed.temperature,

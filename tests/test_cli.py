@@ -5,13 +5,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import jax
 import pytest
 
 import k3train
 from k3train import cli
+from k3train.audit.params import local_size
 from k3train.config.load import load, to_json
 from k3train.config.values import KNOBS
 from k3train.parallel.devices import prepare_devices
@@ -75,7 +76,7 @@ def test_a_misspelt_knob(capsys):
         (["train", "--config", str(ROOT / "configs" / "k3.py")], ["the vision tower can be counted"]),
         (["plan", "--config", TINY, "--config.model.num_layers=9"], ["missing: 8"]),
         (["plan", "--config", TINY, "--devices", "4"], ["needs 8 devices, there are 4"]),
-        (["eval", "--workdir", "nowhere"], ["nowhere is not a run folder", "config.json"]),
+        (["eval", "--workdir", "nowhere"], ["nowhere is not the folder of a run", "config.json"]),
         (["eval", "--workdir", "nowhere", "--config.seed=3"], ["eval takes no --config.* values"]),
         (["generate", "--workdir", "nowhere"], ["required: --prompt"]),
         (["show-config", "--config", TINY, "--config.log.tensorboard=1"], ["log.tensorboard='1'", "true or false"]),
@@ -103,11 +104,18 @@ def test_help_and_version_end_with_0(capsys, arguments):
 def test_train_hands_over_and_returns_the_code_of_the_loop(room, code):
     calls = []
 
-    def train(config, workdir, sources):
+    def train(config, workdir, sources, *, header, sample):
+        assert "routed experts" in header
+        assert sample(None) == "def main():"
         calls.append((config, workdir, sources))
         return code
 
+    class Run:
+        def generate(self, prompts, **options):
+            return ["main():"]
+
     room("k3train.train.loop", train=train)
+    room("k3train.inference.run", load=lambda workdir: Run())
     assert cli.main(["train", "--config", TINY, "--config.num_steps=3", "--config.seed", "5"]) == code
     config, workdir, sources = calls[0]
     assert (config.num_steps, config.seed) == (3, 5)
@@ -141,11 +149,11 @@ def test_import_hands_over(room, tmp_path):
     assert calls == [(Path("model"), tmp_path)]
 
 
-def raise_ours(*_):
+def raise_ours(*_, **__):
     prepare_devices(0)
 
 
-def raise_missing(*_):
+def raise_missing(*_, **__):
     Path("/nowhere/at/all").read_text()
 
 
@@ -155,19 +163,26 @@ def test_refusals_from_below_end_with_2(room, capsys, fail, part):
     assert part in refused(capsys, "train", "--config", TINY)
 
 
-def raise_in_jax(*_):
-    jax.numpy.zeros(3).reshape(2, 2)
+def raise_in_a_library(*_, **__):
+    jax.make_mesh((3, 5), ("data", "expert"))
 
 
-def raise_bug(*_):
+def raise_by_accident(*_, **__):
+    local_size(SimpleNamespace(axes=("embed",), shape=()), None)  # type: ignore[arg-type]
+
+
+def raise_bug(*_, **__):
     raise KeyError("layers")
 
 
-@pytest.mark.parametrize("fail", [raise_in_jax, raise_bug])
-def test_our_faults_end_with_1_and_a_traceback(room, capsys, fail):
+@pytest.mark.parametrize(
+    ("fail", "last"), [(raise_in_jax, "TypeError: cannot reshape"), (raise_bug, "KeyError: 'layers'")]
+)
+def test_our_faults_end_with_1_and_a_traceback(room, capsys, fail, last):
     room("k3train.train.loop", train=fail)
     assert cli.main(["train", "--config", TINY]) == 1
-    assert "Traceback" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "Traceback" in err and err.splitlines()[-1].startswith(last)
 
 
 def test_a_damaged_run_folder(run_folder, capsys):

@@ -198,7 +198,7 @@ def _run(config: Config) -> Iterator[str]:
 
 def _without_effect(config: Config) -> Iterator[str]:
     """A knob that was turned although the rest of the configuration ignores it."""
-    model, data = config.model, config.data
+    model, data, optim = config.model, config.data, config.optim
     idle = {
         "model.kda_gate_lower_bound": (model.kda_gate != "bounded", "model.kda_gate=softplus has no bound"),
         "model.situ_beta": (model.activation != "situ", "model.activation=swiglu has no caps"),
@@ -206,7 +206,9 @@ def _without_effect(config: Config) -> Iterator[str]:
         "model.attn_res_block_size": (
             model.attn_res != "block", f"model.attn_res={model.attn_res} has no blocks"
         ),
-        "model.init_std": (model.init_fan_in, "model.init_fan_in=true draws with 1/sqrt(fan in)"),
+        "optim.balance_bins": (optim.balance == "none", "optim.balance=none moves no bias"),
+        "eval.every": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),
+        "data.eval_batches": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),
         "data.path": (data.source == "stdlib", "data.source=stdlib reads the running Python's own sources"),
         "data.text_field": (
             data.source not in ("jsonl", "parquet"), f"data.source={data.source} has no fields"

@@ -173,6 +173,7 @@ class LogConfig:
 
     every: int = knob(10, "steps between logged lines")
     tensorboard: bool = knob(True, "write TensorBoard files")
+    sample: str = knob("", "text that the trained model continues when the run is done; empty: nothing is generated")
 
 
 @dataclass(frozen=True, kw_only=True)

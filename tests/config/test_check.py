@@ -65,7 +65,6 @@ def test_out_of_range_is_refused(path):
         ({"kda_gate": "softplus", "kda_gate_lower_bound": -4.0}, "model.kda_gate_lower_bound=-4.0: has no effect"),
         ({"activation": "swiglu", "situ_beta": 3.0}, "situ_beta=3.0: has no effect here, because model.activation"),
         ({"attn_res": "full", "attn_res_block_size": 2}, "model.attn_res_block_size=2: has no effect"),
-        ({"init_fan_in": True, "init_std": 0.01}, "model.init_std=0.01: has no effect"),
     ],
 )  # fmt: skip
 def test_model(values, message):
@@ -88,6 +87,8 @@ def test_model(values, message):
         ({"mesh__context": 4}, "mesh.context=4: this axis is not usable yet, only 1 is accepted"),
         ({"vision__num_layers": 2}, "vision.num_layers=2: the vision tower can be counted but not trained yet"),
         ({"optim__final_lr": 1.0}, "optim.final_lr=1.0: must be at most optim.peak_lr=0.002"),
+        ({"optim__balance": "none", "optim__balance_bins": 50}, "optim.balance_bins=50: has no effect"),
+        ({"data__eval_fraction": 0.0, "eval__every": 3}, "eval.every=3: has no effect"),
         ({"data__source": "text"}, "data.path='': data.source=text needs a file"),
         ({"data__path": "books"}, "data.path=books: has no effect here, because data.source=stdlib"),
         ({"data__source": "text", "data__path": "x", "data__text_field": "body"}, "text_field=body: has no effect"),
