@@ -176,7 +176,12 @@ def raise_bug(*_, **__):
 
 
 @pytest.mark.parametrize(
-    ("fail", "last"), [(raise_in_jax, "TypeError: cannot reshape"), (raise_bug, "KeyError: 'layers'")]
+    ("fail", "last"),
+    [
+        (raise_in_a_library, "ValueError: Number of devices"),
+        (raise_by_accident, "ValueError: zip() argument"),
+        (raise_bug, "KeyError: 'layers'"),
+    ],
 )
 def test_our_faults_end_with_1_and_a_traceback(room, capsys, fail, last):
     room("k3train.train.loop", train=fail)
