@@ -1,8 +1,11 @@
 """Checkpoints of a run: `DIR/<step>/{model,optimizer,record}`, written in the background, complete or not there at all.
 
-A thin layer over orbax's CheckpointManager that adds what a run needs: restoring is strict and says which leaves differ,
-a save cut short is named and never taken for a checkpoint, a failed save stops the run. Arrays are stored as nested
-dicts named by their place in the tree, so that no Python type of ours or of optax is part of the format.
+`model` holds {"params", "bias"}, all that evaluation and inference need; `optimizer` the rest of the training state;
+`record` the data position, counters and configuration as JSON. Arrays are stored as nested dicts named by their place
+in the tree, so that no Python type of ours or of optax is part of the format.
+
+A thin layer over orbax's CheckpointManager that adds what a run needs: restoring is strict and says which leaves
+differ, a save cut short is named and never taken for a checkpoint, a failed save stops the run.
 """
 
 import json
@@ -10,6 +13,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +59,7 @@ class Checkpoints:
         self._keep = keep
         self._manager: ocp.CheckpointManager | None = None
         self._saving: int | None = None
+        self._failed = False
         logging.getLogger("absl").addFilter(_not_from_orbax)
 
     def __enter__(self) -> "Checkpoints":
@@ -96,7 +101,7 @@ class Checkpoints:
         if step in steps:
             return step
         if any(name.split(".")[0] == str(step) for name in self.incomplete()):
-            raise ValueError(f"checkpoint {step} in {self.directory} is incomplete: its save was cut short; complete: {known}")
+            raise ValueError(f"checkpoint {step} in {self.directory} is incomplete, a partial save; complete: {known}")
         raise ValueError(f"no checkpoint of step {step} in {self.directory}; complete: {known}")
 
     def save(self, step: int, parts: dict[str, Any], record: dict[str, Any]) -> None:
@@ -140,8 +145,9 @@ class Checkpoints:
         try:
             self.wait()
         finally:
-            self._manager = self._saving = None
-            manager.close()
+            self._manager = None
+            with suppress(Exception) if self._failed else nullcontext():  # orbax raises what was reported once more
+                manager.close()
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """The arrays of `step`, placed as asked.
@@ -180,10 +186,11 @@ class Checkpoints:
     def _open(self) -> ocp.CheckpointManager:
         if self._manager is None:
             handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in PARTS}
-            options = ocp.CheckpointManagerOptions(max_to_keep=self._keep or None, create=False, save_root_metadata=False)
-            self._manager = ocp.CheckpointManager(
-                self.directory, options=options, item_handlers=handlers | {_RECORD: ocp.JsonCheckpointHandler()}
+            handlers[_RECORD] = ocp.JsonCheckpointHandler()
+            options = ocp.CheckpointManagerOptions(
+                max_to_keep=self._keep or None, create=False, save_root_metadata=False
             )
+            self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
         return self._manager
 
     def _start(self, step: int, items: ocp.args.Composite) -> None:
@@ -198,9 +205,9 @@ class Checkpoints:
         try:
             action()
         except Exception as error:
-            step, self._saving = self._saving, None
+            step, self._saving, self._failed = self._saving, None, True
             kept = self.latest()
-            left = f"the newest complete checkpoint is step {kept}" if kept is not None else "there is no complete checkpoint"
+            left = "no complete checkpoint" if kept is None else f"the newest complete checkpoint is step {kept}"
             raise SaveError(f"checkpoint of step {step} in {self.directory} failed: {_cause(error)}; {left}") from error
 
     def _check_fit(self, step: int, abstract: dict[str, Any]) -> None:

@@ -1,0 +1,372 @@
+"""The host side of a run, without maths: batches in, steps, metrics, evaluations, checkpoints, and a clean end."""
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from k3train.checkpoint.orbax import Checkpoints, SaveError
+from k3train.config.check import mesh_text
+from k3train.config.load import to_json
+from k3train.config.schema import Config
+from k3train.config.values import flat_values
+from k3train.core import log
+from k3train.data import loader as data
+from k3train.data.loader import Corpora, EvalLoader, TrainLoader
+from k3train.parallel.mesh import make_mesh
+from k3train.train import metrics, phases
+from k3train.train.evaluate import evaluate
+from k3train.train.run_folder import RunFolder, open_run_folder
+from k3train.train.state import TrainState
+from k3train.train.step import Program
+
+_LOG = logging.getLogger(__name__)
+
+DONE, NONFINITE, UNFINISHED = 0, 3, 4  # exit codes
+
+
+class _NonFinite(Exception):
+    """Too many steps in a row were not finite."""
+
+
+def train(
+    config: Config,
+    workdir: str | os.PathLike[str],
+    sources: Mapping[str, str] | None = None,
+    *,
+    header: str = "",
+    sample: Callable[[TrainState], str] | None = None,
+) -> int:
+    """Train, or go on training, the run in `workdir`.
+
+    Args:
+        config: the whole run.
+        workdir: folder of the run, made if need be; if it holds a checkpoint, the run continues there.
+        sources: where each knob's value comes from, to print those of the command line.
+        header: printed after the mesh, such as a table of parameters.
+        sample: generates a text to print at the end.
+
+    Returns:
+        Exit code: 0 all steps done; 3 too many non-finite steps in a row; 4 asked-for steps not reached.
+
+    Raises:
+        ValueError: the configuration, the data or the folder cannot be used; nothing was written.
+    """
+    resolved = phases.resolve(config)
+    with (
+        _stop_requests() as stop,
+        open_run_folder(workdir) as folder,
+        Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
+    ):
+        changes = folder.changes(config)
+        if (latest := checkpoints.latest()) is not None and latest >= config.num_steps:
+            _say_complete(folder, latest)
+            return DONE
+        mesh = make_mesh(asdict(config.mesh))
+        program = Program(config, mesh)
+        corpora = data.read_corpora(config.data)
+        _check_vocabulary(config, corpora)
+        run = _Run(config, folder, checkpoints, program, stop, _loader(config, corpora), _heldout(config, corpora))
+        state = run.restore() if latest is not None else _initial(program, config)
+        folder.start(config, run.step)
+        with log.to_file(folder.log):
+            _say(f"mesh: {mesh_text(config.mesh)} ({mesh.size} {mesh.devices.flat[0].platform} devices)", header)
+            _say(*_command_line(config, sources or {}))
+            _say(*(_continued(run, changes) if latest is not None else resolved))
+            run.baselines = _say_data(config, corpora)
+            tensorboard = folder.tensorboard if config.log.tensorboard else None
+            with metrics.Writer(folder.metrics, tensorboard, run.step) as run.writer:
+                return run.go(state, sample)
+
+
+@dataclass
+class _Run:
+    """A run under way: its parts, and the host's counters."""
+
+    config: Config
+    folder: RunFolder
+    checkpoints: Checkpoints
+    program: Program
+    stop: "_Stop"
+    loader: TrainLoader
+    heldout: EvalLoader | None
+    step: int = 0
+    tokens: int = 0  # trained tokens of all steps whose metrics have been read
+    baselines: dict[str, float] = field(default_factory=dict)
+    writer: metrics.Writer = field(init=False)
+    clock: metrics.Clock = field(default_factory=metrics.Clock)
+    began: float = field(default_factory=time.perf_counter)
+    last: dict[str, Any] = field(default_factory=dict)  # the newest record
+
+    def restore(self) -> TrainState:
+        """State, counters and data position of the newest checkpoint."""
+        step = self.checkpoints.resolve(None)
+        if not self.checkpoints.leaves(step, "optimizer"):
+            raise ValueError(
+                f"{self.folder.path} holds weights without an optimizer (imported); give another --workdir and start "
+                f"from them with --config.init_from={self.folder.path}"
+            )
+        record = self.checkpoints.record(step)
+        self.loader.set_state(record["data"])
+        self.step, self.tokens = step, record["tokens_seen"]
+        return _joined(self.checkpoints.restore(step, _parts(self.program.abstract_state)))
+
+    def go(self, state: TrainState, sample: Callable[[TrainState], str] | None) -> int:
+        """All steps that are left; the exit code."""
+        try:
+            code = self._go(state, sample)
+            self.checkpoints.wait()
+            return code
+        except SaveError as error:
+            _LOG.error("%s. Run the same command again once this is put right.", error)
+            return UNFINISHED
+
+    def _go(self, state: TrainState, sample: Callable[[TrainState], str] | None) -> int:
+        try:
+            state, reason = self._steps(state)
+        except _NonFinite as error:
+            self.checkpoints.wait()
+            _LOG.error("%s. Newest checkpoint: step %s.", error, self.checkpoints.latest())
+            return NONFINITE
+        self.checkpoints.wait()
+        if reason:
+            _LOG.warning("%s after step %d of %d", reason, self.step, self.config.num_steps)
+            if self.checkpoints.latest() is not None:
+                _say(f"saved in {self.folder.checkpoints}; the same command again continues from there")
+            return UNFINISHED
+        self._say_done(sample(state) if sample is not None else "")
+        return DONE
+
+    def _steps(self, state: TrainState) -> tuple[TrainState, str]:
+        """(state, why it ended before `num_steps`, or "")."""
+        waiting: dict[str, jax.Array] | None = None  # metrics of the step before, still on the device
+        saved = self.step
+        reason = ""
+        while self.step < self.config.num_steps:
+            if self.stop.signal:
+                reason = f"stopped by {self.stop.signal}"
+                break
+            batch = next(self.loader, None)
+            if batch is None:
+                reason = "the data ended"
+                break
+            state, started = self.program.train_step(state, self.program.put_batch(batch))
+            if waiting is not None:
+                self._arrived(self.step, waiting, state)
+            self.step += 1
+            waiting = started
+            if self._evaluates(self.step) or self._saves(self.step):
+                self._arrived(self.step, waiting, state)
+                waiting = None
+            if self._saves(self.step):
+                self._save(state)
+                saved = self.step
+                self.clock.resume()
+        if waiting is not None:
+            self._arrived(self.step, waiting, state)
+        if self.step > saved:
+            self._save(state)
+        return state, reason
+
+    def _evaluates(self, step: int) -> bool:
+        every = self.config.eval.every
+        return self.heldout is not None and (step == self.config.num_steps or (every > 0 and step % every == 0))
+
+    def _saves(self, step: int) -> bool:
+        return step == self.config.num_steps or step % self.config.checkpoint.every == 0
+
+    def _logs(self, step: int) -> bool:
+        return step in (1, self.config.num_steps) or step % self.config.log.every == 0 or self._evaluates(step)
+
+    def _arrived(self, step: int, values: dict[str, jax.Array], state: TrainState) -> None:
+        """Read the metrics of `step`, and log them if it is their turn; `state` is the one after it if it evaluates."""
+        numbers = metrics.read(values)
+        self.tokens += int(numbers["tokens"])
+        self.clock.arrived(int(numbers["tokens"]))
+        self._check_finite(step, numbers)
+        if not self._logs(step):
+            return
+        record = {name: number for name, number in numbers.items() if name not in metrics.INTERNAL}
+        record |= {"step": step, "tokens_seen": self.tokens}
+        if (rate := self.clock.rate()) is not None:
+            record["tokens_per_second"] = rate
+        if self._evaluates(step):
+            assert self.heldout is not None
+            record |= evaluate(self.program, state.params, state.bias, self.heldout)
+            self.clock.resume()
+        self.last = record
+        self.writer.write(record)
+        num_steps = self.config.num_steps
+        _say(metrics.progress(record, num_steps, self.clock.left(num_steps - step)))
+        self.checkpoints.check()
+
+    def _check_finite(self, step: int, numbers: Mapping[str, Any]) -> None:
+        streak, limit = numbers["nonfinite_streak"], self.config.optim.max_consecutive_nonfinite
+        if streak:
+            seen = f"step {step}: loss {numbers['loss']}, gradient norm {numbers['grad_norm']}"
+            _LOG.warning("%s: skipped, nothing was updated (%d in a row)", seen, streak)
+        if streak >= limit:
+            raise _NonFinite(
+                f"stopped at step {step}: {streak} steps in a row were not finite "
+                f"(optim.max_consecutive_nonfinite={limit}); a lower optim.peak_lr may help"
+            )
+
+    def _save(self, state: TrainState) -> None:
+        self.writer.sync()
+        config = json.loads(to_json(self.config))
+        record = {"data": self.loader.get_state(), "tokens_seen": self.tokens, "config": config}
+        self.checkpoints.save(self.step, _parts(state), record)
+
+    def _say_done(self, text: str) -> None:
+        took = metrics.duration(time.perf_counter() - self.began)
+        _say(f"done: {self.step} steps, {self.tokens:,} tokens; this session took {took}")
+        if "eval/loss" in self.last:
+            counted = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
+            counted = f" (counting alone: {counted})" if counted else ""
+            _say(f"held-out loss {self.last['eval/loss']:.3f} nats per token{counted}")
+        _say(*([f"sample:\n{text}"] if text else []))
+        _say_places(self.folder, self.step, tensorboard=self.config.log.tensorboard)
+
+
+def _initial(program: Program, config: Config) -> TrainState:
+    """Fresh state, with the weights and the router bias of another run if the config names one."""
+    if not config.init_from:
+        return program.init()
+    origin = RunFolder(Path(config.init_from))
+    before, now = flat_values(origin.read_config()), flat_values(config)
+    for knob in now:
+        if before[knob] != now[knob] and knob.startswith(("model.", "data.tokenizer", "data.seq_len")):
+            _LOG.warning("init_from=%s was trained with %s=%r; now %r", origin.path, knob, before[knob], now[knob])
+    with Checkpoints(origin.checkpoints) as saved:
+        wanted = {"model": _parts(program.abstract_state)["model"]}
+        model = saved.restore(saved.resolve(None), wanted)["model"]
+    return program.init()._replace(params=model["params"], bias=model["bias"])
+
+
+def _parts(state: TrainState) -> dict[str, Any]:
+    """The state as the parts of a checkpoint: what evaluation needs, and the rest."""
+    rest = {name: value for name, value in state._asdict().items() if name not in ("params", "bias")}
+    return {"model": {"params": state.params, "bias": state.bias}, "optimizer": rest}
+
+
+def _joined(parts: dict[str, Any]) -> TrainState:
+    return TrainState(**parts["model"], **parts["optimizer"])
+
+
+def _loader(config: Config, corpora: Corpora) -> TrainLoader:
+    return data.make_train_loader(config.data, config.seed, jax.process_index(), jax.process_count(), corpora=corpora)
+
+
+def _heldout(config: Config, corpora: Corpora) -> EvalLoader | None:
+    if corpora.heldout is None:
+        return None
+    return data.make_eval_loader(config.data, jax.process_index(), jax.process_count(), corpora=corpora)
+
+
+def _check_vocabulary(config: Config, corpora: Corpora) -> None:
+    needed, rows = corpora.tokenizer.vocab_size, config.model.vocab_size
+    if needed > rows:
+        raise ValueError(
+            f"model.vocab_size={rows}: data.tokenizer={config.data.tokenizer} has {needed} ids; "
+            f"set --config.model.vocab_size to {needed} or more"
+        )
+
+
+# ---- what a run says
+
+
+def _say(*lines: str) -> None:
+    for line in lines:
+        if line:
+            _LOG.info("%s", line)
+
+
+def _command_line(config: Config, sources: Mapping[str, str]) -> list[str]:
+    values = flat_values(config)
+    given = [f"{knob}={values[knob]}" for knob, source in sources.items() if source == "command line"]
+    return [f"set on the command line: {', '.join(given)}"] if given else []
+
+
+def _continued(run: _Run, changes: list[str]) -> list[str]:
+    lines = [f"continues at step {run.step} of {run.config.num_steps} with all that {run.folder.checkpoints} holds"]
+    lines += [f"  changed since: {change}" for change in changes]
+    if cut := run.checkpoints.incomplete():
+        lines.append(f"  passed over, cut short while being saved: {', '.join(cut)}")
+    return lines
+
+
+def _say_data(config: Config, corpora: Corpora) -> dict[str, float]:
+    """Say where the data comes from; the losses that counting alone would reach."""
+    where = f"{config.data.source} {config.data.path}".strip()
+    parts = [("training", corpora.train), ("held out", corpora.heldout)]
+    sizes = [f"{name} {len(c):,} documents, {len(c.tokens):,} tokens" for name, c in parts if c is not None]
+    _say(f"data: {where}, tokenizer {config.data.tokenizer}: {'; '.join(sizes)}", *(f"  {n}" for n in corpora.notes))
+    if corpora.heldout is None:
+        _say("  nothing is held out (data.eval_fraction=0): no evaluation")
+    counted = data.baselines(corpora.train, corpora.tokenizer.vocab_size)
+    if counted:
+        shown = ", ".join(f"{name} {value:.3f}" for name, value in counted.items())
+        _say(f"baselines from counts of the training tokens, nats per token: {shown}")
+    return counted
+
+
+def _say_complete(folder: RunFolder, step: int) -> None:
+    held_out = [r["eval/loss"] for r in folder.read_metrics() if r.get("eval/loss") is not None]
+    loss = f", held-out loss {held_out[-1]:.3f} nats per token" if held_out else ""
+    _say(f"this run is complete: {step} steps{loss}")
+    _say_places(folder, step, tensorboard=folder.tensorboard.exists())
+    _say(f"continue it further: the same command with --config.num_steps={2 * step}")
+
+
+def _say_places(folder: RunFolder, step: int, *, tensorboard: bool) -> None:
+    _say(f"checkpoint   {folder.checkpoints / str(step)}")
+    _say(f"metrics      {folder.metrics}")
+    if tensorboard:
+        _say(f"TensorBoard  tensorboard --logdir {folder.tensorboard}")
+    _say(f"config       {folder.config}")
+    _say(f'next         k3train generate --workdir {folder.path} --prompt "def "')
+
+
+# ---- asked to stop
+
+
+@dataclass
+class _Stop:
+    """Name of the signal that asked the run to stop; empty as long as none did."""
+
+    signal: str = ""
+
+
+@contextmanager
+def _stop_requests() -> Iterator[_Stop]:
+    """Ctrl-C and SIGTERM ask for a clean stop; a second Ctrl-C stops at once.
+
+    Outside of the main thread signals are left alone.
+    """
+    stop = _Stop()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+
+    def ask(number: int, _: object) -> None:
+        if stop.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.signal = signal.Signals(number).name
+        # not print: the signal may have come in the middle of one
+        os.write(2, f"\n{stop.signal}: finishing the step, then saving\n".encode())
+
+    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
