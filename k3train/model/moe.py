@@ -47,22 +47,19 @@ class MoE(nnx.Module):
     def __call__(self, x_BSD: jax.Array, segment_ids_BS: jax.Array, *, collect: bool) -> tuple[jax.Array, RouterStats]:
         """Normalised stream in, sublayer output and router counts out."""
         dtype = x_BSD.dtype
-        B, S, D = x_BSD.shape
         routes, stats = self.router(x_BSD, segment_ids_BS, collect=collect)
         z_BSL = jnp.einsum("BSD,DL->BSL", x_BSD, self.down[...].astype(dtype)) if self.latent else x_BSD
-        # padding is sent to no expert
-        ids_PK = jnp.where(segment_ids_BS.reshape(-1, 1) > 0, routes.ids_PK, self.w1.shape[0])
-        u_PL = routed_experts(
-            z_BSL.reshape(B * S, -1),
-            ids_PK,
+        u_BSL = routed_experts(
+            z_BSL,
+            # padding is sent to no expert
+            jnp.where(segment_ids_BS[..., None] > 0, routes.ids_PK, self.w1.shape[0]),
             routes.weights_PK,
             self.w1[...].astype(dtype),
             self.w3[...].astype(dtype),
             self.w2[...].astype(dtype),
-            self.activation,
+            activation=self.activation,
         )
-        # summed over experts in float32, then cast [official code]
-        y_BSD = u_PL.astype(dtype).reshape(B, S, -1)
+        y_BSD = u_BSL.astype(dtype)  # summed over experts in float32, then cast [official code]
         if self.latent:
             if self.latent_norm:
                 y_BSD = self.norm(y_BSD)

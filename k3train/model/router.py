@@ -37,20 +37,19 @@ class Router(nnx.Module):
         self.bias = make.router_bias(E)
 
     def __call__(self, x_BSD: jax.Array, segment_ids_BS: jax.Array, *, collect: bool) -> tuple[Routes, RouterStats]:
-        """Routes of the flattened tokens; counts if `collect` (training), else zeros."""
+        """Routes of the tokens [B, S, ...]; counts if `collect` (training), else zeros."""
         config = self.config
-        logits = jnp.einsum("BSD,DE->BSE", x_BSD.astype(jnp.float32), self.weight[...])
-        B, S, E = logits.shape
+        logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD.astype(jnp.float32), self.weight[...])
         routes = route(
-            logits.reshape(B * S, E),
+            logits_BSE,
             self.bias[...],
             num_selected=config.num_experts_per_token,
             renormalize=config.moe_renormalize,
             scaling_factor=config.moe_routed_scaling_factor,
         )
-        return routes, self._stats(routes, segment_ids_BS.reshape(-1) > 0, collect)
+        return routes, self._stats(routes, segment_ids_BS > 0, collect)
 
-    def _stats(self, routes, valid_P, collect):
+    def _stats(self, routes, valid_BS, collect):
         E, bins = self.config.num_experts, self.num_bins
         if not collect:
             return RouterStats(jnp.zeros((E,), jnp.int32), jnp.zeros((E, bins), jnp.int32))
@@ -64,6 +63,6 @@ class Router(nnx.Module):
 
         scores, cutoff = jax.lax.stop_gradient((routes.scores_PE, routes.cutoff_P))
         return RouterStats(
-            sum_over_batch(load, (routes.ids_PK, valid_P)),
-            sum_over_batch(histogram, (scores, cutoff, valid_P), bias_E),
+            sum_over_batch(load, (routes.ids_PK, valid_BS)),
+            sum_over_batch(histogram, (scores, cutoff, valid_BS), bias_E),
         )

@@ -1,0 +1,69 @@
+"""Any mesh gives the single-device loss, router choices and gradients: packed rows, skewed router, everything on."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tests.tolerances import assert_close
+from tests.train import micro
+
+from k3train.core.tree import leaves, map_leaves
+from k3train.model.k3 import blueprint
+from k3train.parallel.mesh import make_mesh, use_mesh
+from k3train.parallel.rules import param_shardings, spec
+from k3train.train.loss import token_loss
+
+BINS = 50
+
+
+def run(sizes, skewed):
+    """(loss, gradients, loads, histograms) of one batch on the mesh."""
+    print_of = blueprint(micro.MODEL, BINS)
+    devices = jax.devices()[: int(np.prod(list(sizes.values()) or [1]))]
+    mesh = make_mesh(sizes, devices)
+    params, bias = print_of.init(3)
+    # Queries at zero would hide the readers' gradients. At this point one ulp of the parameters moves the gradients by
+    # about 2e-5, so the tolerance measures the mesh and not the conditioning of the network.
+    params = map_leaves(lambda p, info: p + 0.1 if info.component == "attention residuals" else p, params, print_of.infos)
+    params["embed"]["table"] *= 5
+    # the skew sends most tokens to three experts of one device
+    skew = jnp.zeros(micro.MODEL.num_experts).at[:3].set(0.4 if skewed else 0.0)
+    bias = jax.tree.map(lambda b: b + skew, bias)
+    params = jax.tree.map(jax.device_put, params, param_shardings(print_of.infos, mesh))
+    sharding = jax.sharding.NamedSharding(mesh, spec(("act_batch", "act_seq")))
+    batch = {name: jax.device_put(rows, sharding) for name, rows in micro.batch().items()}
+
+    def loss(params, bias, batch):
+        sums, stats = token_loss(print_of, params, bias, batch, collect=True)
+        return sums.loss / sums.tokens, stats
+
+    with use_mesh(mesh):
+        (value, stats), grads = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, bias, batch)
+    routers = [stat.router for run in stats for segment in run for stat in segment if stat.router is not None]
+    logits = [stat.max_logit for run in stats for segment in run for stat in segment if stat.max_logit is not None]
+    return jax.device_get((value, grads, routers, logits))
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    return {skewed: run({}, skewed) for skewed in (False, True)}
+
+
+MESHES = [{"data": 8}, {"expert": 8}, {"data": 2, "expert": 4}, {"data": 2, "expert": 2, "tensor": 2}]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=lambda s: "x".join(map(str, s.values())) + "-" + "-".join(s))
+def test_a_mesh_equals_one_device(sizes, one_device):
+    skewed = sizes.get("expert", 1) > 1
+    value, grads, routers, logits = run(sizes, skewed)
+    expected, wanted, wanted_routers, wanted_logits = one_device[skewed]
+    assert_close(value, expected, "mesh loss")
+    for got, want in zip(routers, wanted_routers, strict=True):
+        np.testing.assert_array_equal(got.load, want.load)
+        np.testing.assert_array_equal(got.histogram, want.histogram)
+    assert_close(logits, wanted_logits, "op")
+    wanted = dict(leaves(wanted))
+    for path, grad in leaves(grads):
+        assert_close(grad, wanted[path], "mesh gradient", path)
+    tokens = (micro.batch()["segment_ids"] > 0).sum()
+    assert all(router.load.sum(-1) == tokens * micro.MODEL.num_experts_per_token for router in wanted_routers)
