@@ -7,8 +7,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 prepare_environment
 
-has() { local a; for a in "${@:2}"; do case $a in "$1"|"$1="*) return 0;; esac; done; return 1; }
-arguments=("$@")
-has --config "$@" || arguments=(--config configs/tiny.py "${arguments[@]}")
-echo "k3train train ${arguments[*]}"
-exec k3train train "${arguments[@]}"
+configured=
+for argument in "$@"; do
+  case $argument in --config | --config=*) configured=yes ;; esac
+done
+[ "$configured" ] || set -- --config configs/tiny.py "$@"
+echo "k3train train $*"
+exec k3train train "$@"

@@ -9,13 +9,14 @@ prepare_environment() {
   stamp=$(cksum <pyproject.toml)
   marker=$venv/.installed${extra:+-$extra}
   if [ "$(cat "$marker" 2>/dev/null)" != "$stamp" ]; then
-    if [ ! -x "$venv/bin/python" ]; then
+    if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
       python=$(find_python)
       echo "set-up: making .venv with $("$python" --version 2>&1) ($python)"
-      "$python" -m venv "$venv"
+      "$python" -m venv --clear "$venv"
     fi
     echo "set-up: installing k3train${extra:+ with the extra '$extra'} into .venv (once; needs a package index)"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile --editable ".${extra:+[$extra]}"
+    echo "$stamp" >"$venv/.installed" # an extra comes with the rest
     echo "$stamp" >"$marker"
     echo "set-up: done after $SECONDS s"
   fi
