@@ -9,6 +9,8 @@ from k3train.config.check import RANGES, ConfigError, check, lookup, mesh_size, 
 from k3train.config.load import load
 from k3train.config.schema import Config
 from k3train.config.values import KNOBS, flat_values, freeze
+from k3train.model.k3 import blueprint
+from k3train.parallel.rules import indivisible
 
 
 def changed(**values) -> Config:
@@ -124,3 +126,20 @@ def test_mesh_in_words():
     assert (mesh_text(mesh), mesh_size(mesh)) == ("one device", 1)
     assert mesh_text(replace(mesh, data=2, tensor=3)) == "data 2 x tensor 3"
     assert lookup(Config(), "model.num_layers") == 8
+
+
+@pytest.mark.parametrize("name", ["tiny", "k3", "kimi_linear_48b"])
+def test_no_sharding_rule_is_forgotten(name):
+    config = load(name)[0]
+    infos = blueprint(config.model).infos
+    for axis in ("data", "expert", "tensor"):
+        for size in (2, 3, 5, 7, 48, 256):
+            sizes = {"data": 1, "expert": 1, "tensor": 1, axis: size}
+            on_mesh = replace(config, mesh=replace(config.mesh, **sizes))
+            on_mesh = replace(on_mesh, data=replace(config.data, batch_size=size, micro_batches=1))
+            try:
+                check(on_mesh, trainable=False)
+                refused = False
+            except ConfigError:
+                refused = True
+            assert refused == bool(indivisible(infos, sizes)), (axis, size)
