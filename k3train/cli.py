@@ -228,15 +228,15 @@ def _generate(parsed: argparse.Namespace) -> int:
 def _plan(parsed: argparse.Namespace) -> int:
     config, _ = _load(parsed)
     check(config, parsed.devices, trainable=False)
-    from k3train.audit import params
+    from k3train.audit import flops, params
 
     if parsed.json:
-        print(
-            json.dumps({"config": parsed.config, "devices": mesh_size(config.mesh), **params.report(config)}, indent=2)
-        )
-    else:
-        print(f"mesh: {mesh_text(config.mesh)}\n\n{params.table(params.count(config))}\n\n{params.CONVENTION}\n")
-        print(params.bytes_text(config))
+        head = {"config": parsed.config, "devices": mesh_size(config.mesh)}
+        print(json.dumps({**head, **params.report(config), "flops_per_token": flops.report(config)}, indent=2))
+        return DONE
+    print(f"mesh: {mesh_text(config.mesh)}\n\n{params.table(params.count(config))}\n\n{params.CONVENTION}\n")
+    print(params.bytes_text(config))
+    print(flops.text(config))
     return DONE
 
 

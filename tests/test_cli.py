@@ -201,6 +201,7 @@ def test_plan_prints_the_counts(capsys):
     assert found["devices"] == 8
     assert found["parameters"].keys() == {"stored", "total", "activated", "routed", "always_on"}
     assert found["bytes_per_device"]["parameters"] > 0
+    assert found["flops_per_token"]["training"] == 3 * found["flops_per_token"]["forward"] > 0
     assert cli.main(["plan", "--config", TINY]) == 0
     assert f"{found['parameters']['total']:,}" in capsys.readouterr().out
 

@@ -14,12 +14,11 @@ from k3train.parallel.rules import RULES
 #: Components of the blueprint that are not counted whole in the activated parameters.
 ROUTED, EMBEDDING = "routed experts", "embedding"
 
-CONVENTION = (
-    "total = text parameters, router biases included; routed = all routed experts; "
-    "activated = every text parameter that a token meets: the experts chosen for it and everything else, "
-    "the output head counted, the embedding look-up not; always_on = activated without routed experts; "
-    "stored = total + vision tower + projector + zero padding of released A_log tensors, none of them activated"
-)
+CONVENTION = """\
+total: parameters of the text model, router biases included; routed: all its routed experts;
+activated: every text parameter that one token meets, so the experts chosen for it and everything else,
+the output head counted, the embedding look-up not counted; always_on: activated without routed experts;
+stored: total, vision tower, projector and the zero padding of released A_log tensors, none of them activated"""
 
 
 @dataclass(frozen=True)
