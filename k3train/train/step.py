@@ -196,7 +196,10 @@ def _layer_trees(tree: Tree, stats: Nested):
     for r, run in enumerate(stats):
         for s, segment in enumerate(run):
             for p, stat in enumerate(segment):
-                yield tree["backbone"]["runs"][str(r)][str(s)].get(str(p), {}), stat
+                layer = tree["backbone"]["runs"]
+                for index in (r, s, p):  # the bias tree has no entry where no layer has a router
+                    layer = layer.get(str(index), {})
+                yield layer, stat
 
 
 def _max_logits(infos: Tree, stats: Nested) -> Tree:
@@ -212,7 +215,7 @@ def _max_logits(infos: Tree, stats: Nested) -> Tree:
 def _balanced(bias: Tree, stats: Nested, num_selected: int) -> Tree:
     """Next router biases from the pooled histograms (docs/k3.md section 3.1)."""
     new = map_leaves(lambda b: b, bias)
-    if not new:
+    if not new:  # no layer has a router
         return new
     update = jax.vmap(lambda counts, b: quantile.quantile_bias(counts, b, num_selected=num_selected))
     for layer, stat in _layer_trees(new, stats):
