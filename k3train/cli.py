@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -39,6 +40,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA's own warnings; read when jax is imported, below
     try:
         overrides, rest = split_overrides(arguments)
         parsed = _parse(rest, bool(overrides))

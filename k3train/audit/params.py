@@ -132,7 +132,7 @@ def report(config: Config) -> dict[str, Any]:
             "routed": counts.routed,
             "always_on": counts.always_on,
         },
-        "convention": CONVENTION,
+        "convention": " ".join(CONVENTION.split()),
         "components": counts.components,
         "activated_components": counts.activated_components,
         "stored_beside": counts.beside,
