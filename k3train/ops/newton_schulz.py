@@ -2,7 +2,7 @@
 
 The iteration X <- a X + (b A + c A^2) X with A = X X^T moves every singular value towards 1 and keeps the singular
 vectors: the result stands for the polar factor U V^T. With the Muon coefficients it does not converge: singular values
-end between about 0.7 and 1.2, which is all that training needs.
+above a few thousandths of the norm end between about 0.7 and 1.2, which is all that training needs.
 
 Every matrix of a batch is treated alone. Batch axes are never merged or reordered, so however they are split over
 devices, each device works on the matrices that it holds.
@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-Coefficients = Sequence[tuple[float, float, float]]
+Coefficients = tuple[tuple[float, float, float], ...]
 
 #: Five equal steps (Jordan's Muon; Moonlight).
 SIMPLE: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5

@@ -4,6 +4,7 @@ from math import inf
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from k3train.config.schema import OptimConfig
@@ -13,6 +14,7 @@ from k3train.ops.newton_schulz import SIMPLE
 from k3train.optim import groups
 from k3train.optim.qk_clip import QkClipState, muon_clip
 from k3train.optim.schedule import warmup_cosine
+from k3train.parallel.rules import spec
 
 
 def schedule(config: OptimConfig, num_steps: int) -> optax.Schedule:
@@ -41,6 +43,7 @@ def build(config: OptimConfig, infos: Tree, num_steps: int) -> optax.GradientTra
         momentum=config.muon_momentum,
         nesterov=config.muon_nesterov,
         scale=config.muon_scale,
+        specs=map_leaves(lambda info: spec(info.axes), infos),
         coefficients=SIMPLE[:1] * config.muon_ns_steps,
         adam_b1=config.adam_b1,
         adam_b2=config.adam_b2,
@@ -50,7 +53,7 @@ def build(config: OptimConfig, infos: Tree, num_steps: int) -> optax.GradientTra
 
 def learning_rate(config: OptimConfig, num_steps: int, opt_state: Any) -> jax.Array:
     """float32 []: the learning rate that the update which made `opt_state` used."""
-    return schedule(config, num_steps)(_only(opt_state, optax.ScaleByScheduleState).count - 1)
+    return jnp.asarray(schedule(config, num_steps)(_only(opt_state, optax.ScaleByScheduleState).count - 1))
 
 
 def num_clipped(opt_state: Any) -> jax.Array:

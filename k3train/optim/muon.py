@@ -8,19 +8,25 @@ which is not Moonlight's g + mu m, its momentum takes the gradient's dtype, and 
 mask. Those are the parts written here; AdamW, decay, schedules and chaining are optax's.
 """
 
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import prod, sqrt
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import PartitionSpec
 
 from k3train.ops.newton_schulz import SIMPLE, Coefficients, from_matrices, newton_schulz, to_matrices
+from k3train.optim.spread import mesh_axes, on_whole_matrices
 
 Tree = Any  # any pytree
+
+#: Leaves of equal matrix shape are stacked up to this many numbers: fewer and fuller products, bounded extra memory.
+BATCH_ELEMENTS = 2**28
 
 
 @dataclass(frozen=True)
@@ -65,35 +71,58 @@ def flatten(tree: Tree, tags: Tagged) -> tuple[list, list, Any]:
     return leaves, [None if absent(leaf) else tag for leaf, tag in zip(leaves, found, strict=True)], structure
 
 
-def _mask(tags: Tagged, where: Callable[[Any], bool]) -> Callable[[Tree], Tree]:
-    """Mask for `optax.masked`: true at the leaves for whose tag `where` holds."""
+class _Batch(NamedTuple):
+    """The matrices of one leaf as `[count, kept batch axes..., shorter side, longer side]`."""
 
-    def mask(tree):
-        leaves, found, structure = flatten(tree, tags)
-        return structure.unflatten(
-            [leaf if absent(leaf) else where(tag) for leaf, tag in zip(leaves, found, strict=True)]
-        )
-
-    return mask
+    matrices: jax.Array
+    split: tuple | None  # mesh axes that split each axis; None: not known
+    undo: Callable[[jax.Array], jax.Array]
 
 
-def _orthogonalise(arrays: list[jax.Array], views: list[MatrixView], **options: Any) -> list[jax.Array]:
-    """Orthogonalise the views of all arrays; those of equal matrix shape run as one batch."""
-    matrices, groups = [], defaultdict(list)
-    for index, (array, view) in enumerate(zip(arrays, views, strict=True)):
-        matrix = to_matrices(array, view.rows, view.cols)
-        matrices.append(matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix)
-        groups[matrices[-1].shape].append(index)
-    for members in groups.values():
-        # A new leading axis: the batch axes of the leaves, and with them their sharding, stay as they are.
-        results = newton_schulz(jnp.stack([matrices[index] for index in members]), **options)
-        for index, result in zip(members, results, strict=True):
-            matrices[index] = result
-    done = []
-    for array, view, matrix in zip(arrays, views, matrices, strict=True):
-        rows, cols = view.sizes(array.shape)
-        done.append(from_matrices(matrix.mT if rows > cols else matrix, array.shape, view.rows, view.cols))
-    return done
+def _batch(leaf: jax.Array, view: MatrixView, spec: PartitionSpec | None) -> _Batch:
+    matrices = to_matrices(leaf, view.rows, view.cols)
+    split = None
+    lead = 0
+    if spec is not None:
+        axes = mesh_axes(spec, leaf.ndim)
+        kept = [axes[axis] for axis in range(leaf.ndim) if axis not in view.rows + view.cols]
+        lead = next((i for i, names in enumerate(kept) if names), len(kept))
+        # Of merged axes only the slowest can be split in the merged one.
+        split = ((), *kept[lead:], axes[view.rows[0]], axes[view.cols[0]])
+    rows, cols = matrices.shape[-2:]
+    tall = rows > cols or (rows == cols and split is not None and split[-2] > split[-1])
+    if tall:
+        matrices = matrices.mT
+        split = split and (*split[:-2], split[-1], split[-2])
+    shape = matrices.shape
+
+    def undo(done):
+        done = done.reshape(shape)
+        return from_matrices(done.mT if tall else done, leaf.shape, view.rows, view.cols)
+
+    # Axes that are split, or may be, stay as they are; the leading ones that are not become one.
+    return _Batch(matrices.reshape(prod(shape[:lead]), *shape[lead:]), split, undo)
+
+
+def _orthogonalise(leaves: list, views: list, specs: list, options: dict[str, Any]) -> list[jax.Array]:
+    """Orthogonalise the views of all leaves; matrices of equal shape and sharding run as one batch."""
+    run = partial(newton_schulz, **options)
+    batches = [_batch(*each) for each in zip(leaves, views, specs, strict=True)]
+    groups: dict[Any, list[list[int]]] = {}
+    for index, (matrices, split, _) in enumerate(batches):
+        parts = groups.setdefault((matrices.shape[1:], split), [[]])
+        if sum(batches[other].matrices.size for other in parts[-1]) + matrices.size > BATCH_ELEMENTS and parts[-1]:
+            parts.append([])
+        parts[-1].append(index)
+    done: dict[int, jax.Array] = {}
+    for (_, split), parts in groups.items():
+        for part in parts:
+            together = jnp.concatenate([batches[index].matrices for index in part])
+            together = run(together) if split is None else on_whole_matrices(run, together, split)
+            ends = np.cumsum([len(batches[index].matrices) for index in part])[:-1]
+            for index, result in zip(part, jnp.split(together, ends), strict=True):
+                done[index] = batches[index].undo(result)
+    return [done[index] for index in range(len(leaves))]
 
 
 def scale_by_muon(
@@ -105,6 +134,7 @@ def scale_by_muon(
     coefficients: Coefficients = SIMPLE,
     eps: float = 1e-7,
     dtype: jax.typing.DTypeLike = jnp.float32,
+    specs: Tagged = None,
 ) -> optax.GradientTransformation:
     """Momentum, then every matrix orthogonalised alone, then `scale * sqrt(max(rows, columns))` of that matrix.
 
@@ -117,6 +147,9 @@ def scale_by_muon(
         momentum: m <- momentum * m + g, kept in float32 whatever the dtype of the gradients.
         nesterov: orthogonalise g + momentum * m (Moonlight's code) instead of m (Kimi K2, Algorithm 1).
         coefficients, eps, dtype: see `ops.newton_schulz.newton_schulz`.
+        specs: tree like params of `PartitionSpec`: how leaves are split over the mesh of `jax.set_mesh`. Not needed for
+            a correct update; with it, stacked layers are spread over the devices so that each works on whole matrices
+            (`optim/spread.py`).
 
     Raises:
         ValueError: a view that does not fit its leaf.
@@ -142,7 +175,9 @@ def scale_by_muon(
             moments[index] = momentum * moments[index] + gradient
             directions.append(gradient + momentum * moments[index] if nesterov else moments[index])
         kinds = [found[index] for index in chosen]
-        results = _orthogonalise(directions, kinds, coefficients=coefficients, eps=eps, dtype=dtype)
+        splits = flatten(updates, specs)[1] if specs is not None else [None] * len(leaves)
+        options = {"coefficients": coefficients, "eps": eps, "dtype": dtype}
+        results = _orthogonalise(directions, kinds, [splits[index] for index in chosen], options)
         for index, view, result in zip(chosen, kinds, results, strict=True):
             leaves[index] = scale * sqrt(max(view.sizes(result.shape))) * result
         return structure.unflatten(leaves), MuonState(structure.unflatten(moments))
@@ -150,17 +185,29 @@ def scale_by_muon(
     return optax.GradientTransformation(init, update)
 
 
-def _mask(tree: Tree | Callable[[Tree], Tree], where: Callable[[Any], bool]) -> Callable[[Tree], Tree]:
-    """Mask for `optax.masked`: true at the leaves of `tree` for which `where` holds."""
+def _mask(where: Callable[..., bool], *tags: Tagged) -> Callable[[Tree], Tree]:
+    """Mask for `optax.masked`: true at the leaves for whose tags `where` holds."""
 
-    def mask(params):
-        leaves, structure = jax.tree.flatten(params, is_leaf=absent)
-        found = structure.flatten_up_to(tree(params) if callable(tree) else tree)
+    def mask(tree):
+        leaves, structure = jax.tree.flatten(tree, is_leaf=absent)
+        values = zip(*(flatten(tree, each)[1] for each in tags), strict=True)
         return structure.unflatten(
-            [leaf if absent(leaf) else where(value) for leaf, value in zip(leaves, found, strict=True)]
+            [leaf if absent(leaf) else where(*value) for leaf, value in zip(leaves, values, strict=True)]
         )
 
     return mask
+
+
+def _in_float32(inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` on float32 copies: its state and its updates are float32 whatever the dtype of parameters."""
+
+    def cast(tree):
+        return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+    return optax.GradientTransformation(
+        lambda params: inner.init(cast(params)),
+        lambda updates, state, params=None: inner.update(cast(updates), state, params),
+    )
 
 
 def muon(
@@ -179,30 +226,33 @@ def muon(
 
     A step is `p <- p - lr * (direction + weight_decay * p)`, with the decay only where `decay` holds.
 
+    >>> import jax, jax.numpy as jnp, optax
+    >>> from k3train.optim import MatrixView, muon
+    >>> params = {"hidden": jnp.ones((3, 8, 16)), "bias": jnp.zeros(16)}  # three stacked layers
+    >>> views = {"hidden": MatrixView(rows=(1,), cols=(2,)), "bias": None}
+    >>> tx = optax.chain(optax.clip_by_global_norm(1.0), muon(optax.cosine_decay_schedule(0.02, 100), views))
+    >>> state = tx.init(params)
+    >>> grads = jax.tree.map(jnp.ones_like, params)
+    >>> updates, state = jax.jit(tx.update)(grads, state, params)
+    >>> jax.tree.map(jnp.shape, optax.apply_updates(params, updates))
+    {'bias': (16,), 'hidden': (3, 8, 16)}
+
     Args:
         learning_rate: a number, or a function of the 0-based step.
-        views: tree like params of `MatrixView`, or `None` for AdamW.
+        views: tree like params of `MatrixView`, or `None` for AdamW; or a function from params to such a tree.
         decay: tree like params of bool: which leaves decay. Default: those with a view.
         frozen: tree like params of bool: leaves without view that get a zero update and no state. Default: none.
         adam_b1, adam_b2, adam_eps: AdamW's (without Nesterov).
-        options: `momentum`, `nesterov`, `scale`, `coefficients`, `eps`, `dtype` of `scale_by_muon`.
+        options: `momentum`, `nesterov`, `scale`, `coefficients`, `eps`, `dtype`, `specs` of `scale_by_muon`.
     """
-
-    def adam(tree):
-        leaves, found, structure = flatten(tree, views)
-        still = flatten(tree, frozen)[1] if frozen is not None else [False] * len(leaves)
-        rest = [view is None and not stays for view, stays in zip(found, still, strict=True)]
-        return structure.unflatten(
-            [leaf if absent(leaf) else chosen for leaf, chosen in zip(leaves, rest, strict=True)]
-        )
-
+    if frozen is None:
+        frozen = _mask(lambda _: False, views)
+    adam = _in_float32(optax.scale_by_adam(adam_b1, adam_b2, adam_eps))
     return optax.chain(
-        optax.masked(optax.set_to_zero(), _mask(frozen, bool)) if frozen is not None else optax.identity(),
+        optax.masked(optax.set_to_zero(), _mask(bool, frozen)),
         scale_by_muon(views, **options),
-        optax.masked(optax.scale_by_adam(adam_b1, adam_b2, adam_eps, mu_dtype=jnp.float32), adam),
-        optax.add_decayed_weights(
-            weight_decay, _mask(decay, bool) if decay is not None else _mask(views, lambda view: view is not None)
-        ),
+        optax.masked(adam, _mask(lambda view, stays: view is None and not stays, views, frozen)),
+        optax.add_decayed_weights(weight_decay, _mask(bool, views if decay is None else decay)),
         optax.scale_by_learning_rate(learning_rate),
     )
 
@@ -226,6 +276,13 @@ def per_head_muon(
     learning_rate: optax.ScalarOrSchedule, views: Tree, head_axes: Tree, **options: Any
 ) -> optax.GradientTransformationExtraArgs:
     """`muon` with the heads of query, key and value projections orthogonalised apart (report section 2.5).
+
+    >>> import jax.numpy as jnp
+    >>> from k3train.optim import MatrixView, per_head_muon
+    >>> params = {"query": jnp.ones((64, 4, 16)), "out": jnp.ones((4, 16, 64))}
+    >>> whole = {"query": MatrixView((0,), (1, 2)), "out": MatrixView((0, 1), (2,))}
+    >>> tx = per_head_muon(0.02, whole, {"query": 1, "out": None})  # query: four matrices of 64 x 16
+    >>> state = tx.init(params)
 
     Args:
         views: whole-matrix views, see `muon`.

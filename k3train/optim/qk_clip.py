@@ -65,6 +65,19 @@ def qk_clip(threshold: float, clip_views: Tagged) -> optax.GradientTransformatio
     elsewhere. Without `max_logits` nothing is clipped. A head whose logit S exceeds `threshold` has gamma =
     threshold / S; every other head keeps its update bit for bit, as do NaN and infinite S (skip such a step).
 
+    >>> import jax.numpy as jnp, optax
+    >>> from k3train.optim import ClipView, qk_clip
+    >>> params = {"query": jnp.ones((8, 2, 4)), "key": jnp.ones((8, 2, 4)), "value": jnp.ones((8, 2, 4))}
+    >>> half = ClipView(head_axis=1, axis=2, parts=((4, 0.5),))  # sqrt(gamma) on queries and on keys
+    >>> tx = optax.chain(optax.sgd(0.0), qk_clip(100.0, {"query": half, "key": half, "value": None}))
+    >>> state = tx.init(params)
+    >>> largest = jnp.array([400.0, 30.0])  # the attention logits of head 0 have grown too large
+    >>> logits = {"query": largest, "key": largest, "value": None}
+    >>> updates, state = tx.update(params, state, params, max_logits=logits)
+    >>> clipped = optax.apply_updates(params, updates)
+    >>> [float(clipped[name][0, head, 0]) for name in ("query", "value") for head in (0, 1)]
+    [0.5, 1.0, 1.0, 1.0]
+
     Args:
         threshold: largest logit allowed per head (K2: 100).
         clip_views: tree like params: `ClipView`, or `None`.
@@ -109,6 +122,15 @@ def muon_clip(
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
     """MuonClip: Muon (and AdamW where there is no matrix view), decoupled decay, then QK-clip.
+
+    >>> import jax.numpy as jnp
+    >>> from k3train.optim import ClipView, MatrixView, muon_clip
+    >>> params = {"query": jnp.ones((8, 2, 4)), "key": jnp.ones((8, 2, 4)), "gain": jnp.ones(8)}
+    >>> per_head, half = MatrixView((0,), (2,)), ClipView(head_axis=1, axis=2, parts=((4, 0.5),))
+    >>> tx = muon_clip(
+    ...     0.02, {"query": per_head, "key": per_head, "gain": None}, {"query": half, "key": half, "gain": None}
+    ... )
+    >>> state = tx.init(params)  # then tx.update(grads, state, params, max_logits=...)
 
     Args:
         learning_rate, views, options: see `muon.muon`.

@@ -1,5 +1,6 @@
 """Muon transforms: golden trajectories, batches of matrices, shardings, and use in other people's chains."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -10,11 +11,15 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3train.optim import MatrixView, muon, per_head, per_head_muon, scale_by_muon
-from k3train.parallel.mesh import make_mesh
+from k3train.parallel.mesh import make_mesh, use_mesh
 from tests.tolerances import assert_close
 
 DATA = Path(__file__).parents[1] / "data/muon"
 PLAIN = MatrixView((0,), (1,))
+
+
+def normal(seed, *shape):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def trajectory(tx, start, grads):
@@ -60,10 +65,10 @@ def test_scale_is_of_the_head_block():
     got, _ = tx.update(grads, tx.init(grads))
     assert_close(got["w"], golden["q__update_ns5_simple"], "op")  # the first Nesterov direction is that of g
 
-    wide = {"w": jax.random.normal(jax.random.key(0), (8, 6, 4))}
+    wide = {"w": normal(0, 8, 6, 4)}
     for view, sides in ((MatrixView((0,), (2,)), (8, 4)), (MatrixView((0,), (1, 2)), (8, 24))):
         tx = scale_by_muon({"w": view}, coefficients=((1.5, -0.5, 0.0),) * 30)  # converges: all singular values 1
-        got, _ = tx.update(wide, tx.init(wide))
+        got, _ = jax.jit(tx.update)(wide, tx.init(wide))
         rms = float(jnp.sqrt(jnp.mean(got["w"] ** 2)))
         wanted = 0.2 * np.sqrt(max(sides)) * np.sqrt(min(sides) / np.prod(sides))  # 0.2 by construction
         np.testing.assert_allclose(rms, wanted, rtol=1e-5)
@@ -71,32 +76,27 @@ def test_scale_is_of_the_head_block():
 
 def test_stacked_layers_and_experts_equal_separate_leaves():
     """Layers, experts and heads of one leaf step like leaves of their own, whatever their batch."""
-    key = jax.random.key(1)
-    stacked = {"q": jax.random.normal(key, (3, 16, 4, 6)), "w": jax.random.normal(key, (3, 5, 8, 12))}
+    stacked = {"q": normal(1, 2, 16, 3, 6), "w": normal(2, 2, 3, 8, 12)}
     views = {"q": MatrixView((1,), (3,)), "w": MatrixView((3,), (2,))}
     separate = {
-        **{f"q{n}{h}": stacked["q"][n, :, h] for n in range(3) for h in range(4)},
-        **{f"w{n}{e}": stacked["w"][n, e] for n in range(3) for e in range(5)},
+        **{f"q{n}{h}": stacked["q"][n, :, h] for n in range(2) for h in range(3)},
+        **{f"w{n}{e}": stacked["w"][n, e] for n in range(2) for e in range(3)},
     }
     separate_views = {name: PLAIN if name[0] == "q" else MatrixView((1,), (0,)) for name in separate}
 
-    def two_steps(grads, views):
+    def step(grads, views):
         tx = muon(0.1, views)
 
-        def run(grads):
-            updates, state = tx.update(grads, tx.init(grads), grads)
-            return tx.update(jax.tree.map(lambda u, g: g + jnp.abs(u), updates, grads), state, grads)[0]
+        return jax.jit(lambda grads: tx.update(grads, tx.init(grads), grads)[0])(grads)
 
-        return jax.jit(run)(grads)
-
-    got, wanted = two_steps(stacked, views), two_steps(separate, separate_views)
+    got, wanted = step(stacked, views), step(separate, separate_views)
     for name, update in wanted.items():
         n, i = int(name[1]), int(name[2])
         assert_close(got["q"][n, :, i] if name[0] == "q" else got["w"][n, i], update, "op", name)
 
 
 def test_several_axes_make_one_matrix():
-    grads = {"o": jax.random.normal(jax.random.key(2), (2, 4, 3, 10))}  # layers, heads, head_dim, embed
+    grads = {"o": normal(2, 2, 4, 3, 10)}  # layers, heads, head_dim, embed
     flat = {"o": grads["o"].reshape(2, 12, 10)}
     update = lambda view, grads: scale_by_muon({"o": view}).update(grads, scale_by_muon({"o": view}).init(grads))[0]  # noqa: E731
     got = update(MatrixView((1, 2), (3,)), grads)["o"]
@@ -107,39 +107,51 @@ SHARDED = {
     "q": ((4, 16, 8, 6), MatrixView((1,), (3,)), (None, "data", "tensor", None)),
     "o": ((4, 8, 6, 16), MatrixView((1, 2), (3,)), (None, "tensor", None, "data")),
     "up": ((4, 4, 16, 12), MatrixView((2,), (3,)), (None, "expert", "data", "tensor")),
-    "down": ((4, 4, 12, 16), MatrixView((2,), (3,)), (None, "expert", "tensor", "data")),
+    "down": ((3, 4, 12, 16), MatrixView((2,), (3,)), (None, "expert", "tensor", "data")),
     "whole": ((16, 24), PLAIN, ("data", "tensor")),
     "few": ((3, 16, 24), MatrixView((1,), (2,)), (None, ("data", "expert"), "tensor")),
+    "square": ((5, 16, 16), MatrixView((1,), (2,)), (None, "tensor", "data")),
     "table": ((24, 16), None, ("tensor", "data")),
 }
 
 
-@pytest.mark.parametrize("sizes", [{"data": 8}, {"data": 2, "expert": 2, "tensor": 2}, {"expert": 4, "tensor": 2}])
-def test_sharded_equals_unsharded(sizes):
+@functools.cache
+def sharded_case():
+    """(parameters, a function of a transform to its update, the update on one device)."""
+    params = {name: normal(3, *shape) for name, (shape, _, _) in SHARDED.items()}
+
+    def step(tx):
+        return lambda params: tx.update(jax.tree.map(jnp.sin, params), tx.init(params), params)[0]
+
+    return params, step, jax.jit(step(muon(0.1, {name: case[1] for name, case in SHARDED.items()})))(params)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spread"),
+    [
+        ({"data": 8}, True),
+        ({"data": 2, "expert": 2, "tensor": 2}, True),
+        ({"data": 2, "expert": 2, "tensor": 2}, False),
+    ],
+    ids=["fsdp", "2x2x2", "2x2x2 left to the compiler"],
+)
+def test_sharded_equals_unsharded(sizes, spread):
+    """FSDP, heads and inner widths over tensor, experts; the compiler left alone, or told to spread the matrices."""
+    params, step, wanted = sharded_case()
     mesh = make_mesh(sizes)
-    views = {name: view for name, (_, view, _) in SHARDED.items()}
     specs = {name: PartitionSpec(*axes) for name, (_, _, axes) in SHARDED.items()}
     shardings = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
-    keys = jax.random.split(jax.random.key(3), len(SHARDED))
-    params = {name: jax.random.normal(k, case[0]) for k, (name, case) in zip(keys, SHARDED.items(), strict=True)}
-    tx = muon(0.1, views)
-
-    def run(params):
-        state = tx.init(params)
-        for _ in range(2):
-            updates, state = tx.update(jax.tree.map(jnp.sin, params), state, params)
-            params = optax.apply_updates(params, updates)
-        return updates
-
-    wanted = jax.jit(run)(params)
-    got = jax.jit(run, in_shardings=(shardings,), out_shardings=shardings)(jax.device_put(params, shardings))
+    tx = muon(0.1, {name: view for name, (_, view, _) in SHARDED.items()}, specs=specs if spread else None)
+    with use_mesh(mesh):
+        run = jax.jit(step(tx), in_shardings=(shardings,), out_shardings=shardings)
+        got = run(jax.device_put(params, shardings))
     for name, update in got.items():
         assert update.sharding == shardings[name]
         assert_close(update, wanted[name], "mesh update", f"{name} on {sizes}")
 
 
 def test_zero_gradients_only_decay():
-    params = {"w": jax.random.normal(jax.random.key(4), (2, 6, 4)), "gain": jnp.ones(6), "table": jnp.ones((5, 4))}
+    params = {"w": normal(4, 2, 6, 4), "gain": jnp.ones(6), "table": jnp.ones((5, 4))}
     views = {"w": MatrixView((1,), (2,)), "gain": None, "table": None}
     tx = muon(0.5, views, weight_decay=0.1, decay={"w": True, "gain": False, "table": True})
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
@@ -153,7 +165,7 @@ def test_zero_gradients_only_decay():
 
 
 def test_unused_expert_next_to_a_used_one():
-    grads = {"w": jax.random.normal(jax.random.key(5), (4, 6, 8)).at[1].set(0)}
+    grads = {"w": normal(5, 4, 6, 8).at[1].set(0)}
     tx = scale_by_muon({"w": MatrixView((1,), (2,))})
     updates, _ = tx.update(grads, tx.init(grads))
     assert (updates["w"][1] == 0).all()
@@ -184,7 +196,7 @@ def test_adamw_for_leaves_without_view():
 def test_low_precision_gradients_keep_float32_state():
     params = {"w": jnp.ones((4, 6), jnp.bfloat16), "b": jnp.ones(6, jnp.bfloat16)}
     tx = muon(0.1, {"w": PLAIN, "b": None})
-    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(6), p.shape, jnp.bfloat16), params)
+    grads = jax.tree.map(lambda p: normal(6, *p.shape).astype(jnp.bfloat16), params)
     state = tx.init(params)
     for _ in range(2):
         updates, state = tx.update(grads, state, params)
@@ -196,7 +208,7 @@ def test_low_precision_gradients_keep_float32_state():
 
 def test_inside_partition_and_masked():
     """An outer transform hides leaves; the views still belong to the whole tree."""
-    params = {"w": jax.random.normal(jax.random.key(7), (4, 6)), "b": jnp.ones(6)}
+    params = {"w": normal(7, 4, 6), "b": jnp.ones(6)}
     views = {"w": PLAIN, "b": None}
     grads = jax.tree.map(jnp.cos, params)
     alone = muon(0.1, views)
@@ -212,7 +224,7 @@ def test_views_from_a_function_and_per_head():
     whole = {"q": MatrixView((0,), (1, 2)), "o": MatrixView((0, 1), (2,)), "b": None}
     split = per_head(whole, {"q": 1, "o": None, "b": None})
     assert split == {"q": MatrixView((0,), (2,)), "o": MatrixView((0, 1), (2,)), "b": None}
-    grads = jax.tree.map(lambda p: jax.random.normal(jax.random.key(8), p.shape), params)
+    grads = jax.tree.map(lambda p: normal(8, *p.shape), params)
     results = [tx.update(grads, tx.init(params), params)[0] for tx in (muon(0.1, whole), muon(0.1, lambda _: whole))]
     jax.tree.map(np.testing.assert_array_equal, *results)
 
