@@ -120,13 +120,13 @@ class Maker:
     ) -> nnx.Param:
         """A float32 parameter of `shape` (without the layer axis), each layer drawn from its own key."""
         key = self.rngs.params()
-        shape, axes = tuple(shape), tuple(axes)
+        one, axes = tuple(shape), tuple(axes)
         if self.stack:
-            value = jax.vmap(lambda k: init(k, shape))(jax.random.split(key, self.stack))
-            shape, axes = (self.stack, *shape), ("layers", *axes)
+            value = jax.vmap(lambda k: init(k, one))(jax.random.split(key, self.stack))
+            axes = ("layers", *axes)
         else:
-            value = init(key, shape)
-        info = ParamInfo(shape, axes, route, self.component, clip, quantised)
+            value = init(key, one)
+        info = ParamInfo(value.shape, axes, route, self.component, clip, quantised)
         return nnx.Param(value.astype(jnp.float32), info=info)
 
     def router_bias(self, num_experts: int) -> RouterBias:

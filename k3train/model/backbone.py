@@ -122,7 +122,7 @@ class Backbone(nnx.Module):
         """
         full = self.config.attn_res == "full"
 
-        def body(moving, repeat):
+        def body(moving: Any, repeat: Any):
             states, caches, valid = repeat
             new_caches, stats = [], []
             for p, graph in enumerate(pieces.graphs):
@@ -139,7 +139,7 @@ class Backbone(nnx.Module):
                 stats.append(stat)
             return moving, (None if caches is None else new_caches, stats)
 
-        start = depth if full else depth.prefix
+        start: Any = depth if full else depth.prefix
         if segment.repeats == 1:
             once = (_first(pieces.states), _first(caches), segment.offset > 0)
             moving, (caches, stats) = body(start, once)

@@ -1,6 +1,6 @@
 """One decoder layer: a mixer over tokens, a mixer over channels, each reading its input from depth."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -93,7 +93,7 @@ class Layer(nnx.Module):
         reader = self.mixer_reader if which == "mixer" else self.channel_reader
         return reader(depth, prefix_valid=prefix_valid)
 
-    def _mix(self, x, step, cache):
-        if self.kind.mixer == "kda":
+    def _mix(self, x, step, cache) -> tuple[jax.Array, Any, jax.Array | None]:
+        if isinstance(self.mixer, KDA):
             return *self.mixer(x, step.segment_ids, cache), None
         return self.mixer(x, step.segment_ids, cache, step.length)

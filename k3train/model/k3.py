@@ -67,7 +67,7 @@ class K3(nnx.Module):
         x_BSD = self.embed(tokens_BS, dtype)
         depth, layers, stats = self.backbone(x_BSD, step, None if cache is None else cache.layers)
         h_BSD = depth.prefix if self.config.attn_res == "none" else self.output_reader(depth)
-        if cache is not None:
+        if cache is not None and layers is not None:
             seen = jnp.sum(segment_ids_BS > 0, axis=1, dtype=jnp.int32)
             cache = Cache(cache.length + seen, layers)
         return Hidden(self.norm(h_BSD), cache, stats)

@@ -1,4 +1,4 @@
-"""Attention residual reader: a softmax over depth instead of a sum (report equations 8 and 9; docs/k3.md section 2.4)."""
+"""Attention residual reader: a softmax over depth, not a sum (report equations 8 and 9; docs/k3.md section 2.4)."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Cross-entropy over the vocabulary in chunks of positions; logits of a whole row never exist (docs/k3.md section 2.10)."""
+"""Cross-entropy in chunks of positions: the logits of a whole row never exist (docs/k3.md section 2.10)."""
 
 from functools import partial
 

@@ -7,13 +7,14 @@ everywhere anyway. Nothing is dropped, so every mesh computes what one device co
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from k3train.ops.grouped_matmul import Activation, expert_mlp, plan_groups
-from k3train.ops.quantile import histogram
+from k3train.ops.routing import Routes, route
 from k3train.parallel.mesh import BATCH_AXES, current_mesh
 from k3train.parallel.rules import spec
 
@@ -68,22 +69,17 @@ def routed_experts(
     return sharded(*tokens, w1_ELF, w3_ELF, w2_EFL)[:num_rows]
 
 
-def pooled_histogram(scores_BSE: Array, cutoff_BS: Array, bias_E: Array, valid_BS: Array, *, num_bins: int) -> Array:
-    """`ops.quantile.histogram` over the tokens of all devices: int32 [E, num_bins], replicated.
+def route_tokens(logits_BSE: Array, bias_E: Array, **kwargs: Any) -> Routes:
+    """`ops.routing.route`, every device ranking its own tokens.
 
-    Every device counts its own tokens; only counts travel.
+    Left to the partitioner, `lax.top_k` would gather the scores of all devices on each of them.
     """
-    count = partial(histogram, num_bins=num_bins)
     if current_mesh().size <= 1:
-        return count(scores_BSE, cutoff_BS, bias_E, valid_BS)
-
-    def on_device(scores, cutoff, bias, valid):
-        return jax.lax.psum(count(scores, cutoff, bias, valid), BATCH_AXES)
-
-    tokens = [_pad_rows(a, 0) for a in (scores_BSE, cutoff_BS)]
-    specs = (_ROWS, _ROWS, PartitionSpec(), _ROWS)
-    sharded = jax.shard_map(on_device, in_specs=specs, out_specs=PartitionSpec(), check_vma=False)
-    return sharded(*tokens, bias_E, _pad_rows(valid_BS, 0))
+        return route(logits_BSE, bias_E, **kwargs)
+    bias_E = jax.lax.stop_gradient(bias_E)
+    sharded = jax.shard_map(partial(route, **kwargs), in_specs=(_ROWS, PartitionSpec()), out_specs=_ROWS)
+    routes = sharded(_pad_rows(logits_BSE, 0), bias_E)
+    return jax.tree.map(lambda a: a[: logits_BSE.shape[0]], routes)
 
 
 _ROWS = PartitionSpec(BATCH_AXES)  # leading axis of everything that belongs to tokens

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,8 +13,8 @@ AXES = ("pipeline", "data", "context", "expert", "tensor")
 BATCH_AXES = ("data", "expert")
 
 
-def make_mesh(sizes: dict[str, int], devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """Mesh of the given axis sizes (missing ones are 1) over `devices` (default: all).
+def make_mesh(sizes: dict[str, int], devices: Sequence[Any] | None = None) -> Mesh:
+    """Mesh of the given axis sizes (missing ones are 1) over `devices` (jax devices; default: all).
 
     Raises:
         ValueError: the product of the sizes is not the number of devices.

@@ -30,5 +30,5 @@ def token_loss(blueprint: Blueprint, params: Tree, bias: Tree, batch: Batch, *, 
     out = model.hidden(batch["tokens"], batch["segment_ids"], collect=collect)
     head_DX = model.head.matrix[...].astype(out.hidden.dtype)
     weights = batch["loss_mask"].astype(jnp.float32)
-    loss = cross_entropy_sum(out.hidden, head_DX, batch["targets"], weights)
+    loss: Any = cross_entropy_sum(out.hidden, head_DX, batch["targets"], weights)
     return Sums(loss, jnp.sum(weights)), out.stats

@@ -78,7 +78,7 @@ class Program:
         return TrainState(params, self.optimizer.init(params), bias, zero, zero, zero)
 
     def _state_shardings(self) -> TrainState:
-        everywhere = NamedSharding(self.mesh, PartitionSpec())
+        everywhere: Any = NamedSharding(self.mesh, PartitionSpec())
         params = param_shardings(self.blueprint.infos, self.mesh)
         opt_state = jax.eval_shape(self.optimizer.init, self.blueprint.abstract_params)
         opt_state = build.state_shardings(self.blueprint.infos, opt_state, params, everywhere)

@@ -1,15 +1,12 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
-from k3train.ops.quantile import histogram
 from k3train.ops.routing import route
 from k3train.ops.situ import situ_glu
-from k3train.parallel.expert import pooled_histogram, routed_experts
+from k3train.parallel.expert import route_tokens, routed_experts
 from k3train.parallel.mesh import make_mesh, use_mesh
 from k3train.parallel.rules import spec
 from tests.tolerances import assert_close
@@ -87,14 +84,27 @@ def test_rows_that_the_mesh_does_not_divide():
         assert_same(jax.jit(layer)(arrays, ids, cotangent), wanted)
 
 
-def test_histogram_is_pooled_over_the_mesh():
-    x = 2.0 * jax.random.normal(jax.random.key(0), (6, 5, 32))
+@pytest.mark.parametrize("rows", [8, 3])
+def test_routing_is_the_same_and_stays_local(rows):
+    logits = jax.random.normal(jax.random.key(0), (rows, 5, 32))
     bias = 0.1 * jax.random.normal(jax.random.key(1), (32,))
-    routes = route(x, bias, num_selected=4)
-    valid = jnp.arange(5) < jnp.asarray([5, 5, 3, 0, 1, 5])[:, None]
-    arguments = (routes.scores_PE, routes.cutoff_P, bias, valid)
-    wanted = histogram(*arguments, num_bins=40)
-    np.testing.assert_array_equal(pooled_histogram(*arguments, num_bins=40), wanted)
-    with use_mesh(make_mesh({"data": 2, "expert": 4})):
-        got = jax.jit(partial(pooled_histogram, num_bins=40))(*arguments)
-    np.testing.assert_array_equal(got, wanted)
+
+    def both(logits, bias):
+        routes = route_tokens(logits, bias, num_selected=4, scaling_factor=2.0)
+        return jnp.sum(jnp.sin(jnp.arange(4)) * routes.weights_PK), routes
+
+    def run(logits, bias):
+        return jax.value_and_grad(both, argnums=(0, 1), has_aux=True)(logits, bias)
+
+    (_, wanted), wanted_grads = jax.jit(run)(logits, bias)
+    mesh = make_mesh({"data": 2, "expert": 2, "tensor": 2})
+    with use_mesh(mesh):
+        if rows == 8:
+            logits = jax.device_put(logits, NamedSharding(mesh, spec(("act_batch", "act_seq", None))))
+        compiled = jax.jit(run).lower(logits, bias).compile()
+        (_, got), got_grads = compiled(logits, bias)
+    jax.tree.map(np.testing.assert_array_equal, got, wanted)
+    for a, b in zip(got_grads, wanted_grads, strict=True):
+        assert_close(a, b, "mesh op gradient")
+    if rows == 8:
+        assert "all-gather" not in compiled.as_text()

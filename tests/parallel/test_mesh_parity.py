@@ -4,14 +4,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tolerances import assert_close
-from tests.train import micro
 
 from k3train.core.tree import leaves, map_leaves
 from k3train.model.k3 import blueprint
 from k3train.parallel.mesh import make_mesh, use_mesh
 from k3train.parallel.rules import param_shardings, spec
 from k3train.train.loss import token_loss
+from tests.tolerances import assert_close
+from tests.train import micro
 
 BINS = 50
 
@@ -24,7 +24,11 @@ def run(sizes, skewed):
     params, bias = print_of.init(3)
     # Queries at zero would hide the readers' gradients. At this point one ulp of the parameters moves the gradients by
     # about 2e-5, so the tolerance measures the mesh and not the conditioning of the network.
-    params = map_leaves(lambda p, info: p + 0.1 if info.component == "attention residuals" else p, params, print_of.infos)
+
+    def wake(p, info):
+        return p + 0.1 if info.component == "attention residuals" else p
+
+    params = map_leaves(wake, params, print_of.infos)
     params["embed"]["table"] *= 5
     # the skew sends most tokens to three experts of one device
     skew = jnp.zeros(micro.MODEL.num_experts).at[:3].set(0.4 if skewed else 0.0)

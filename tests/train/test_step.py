@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.tolerances import assert_close
-from tests.train import micro
 
 from k3train.core.tree import leaves
 from k3train.parallel.mesh import make_mesh
 from k3train.train.step import Program
+from tests.tolerances import assert_close
+from tests.train import micro
 
 
 def program(sizes=None, **changes):
