@@ -9,7 +9,8 @@ from flax import nnx
 from k3train.config.schema import ModelConfig
 from k3train.core.param import Maker, Muon, uniform
 from k3train.ops import quantile
-from k3train.ops.routing import Routes, route
+from k3train.ops.routing import Routes
+from k3train.parallel.expert import route_tokens
 from k3train.parallel.pooled import sum_over_batch
 
 WHOLE = "[lineage guess] whole matrix by Muon"
@@ -40,7 +41,7 @@ class Router(nnx.Module):
         """Routes of the tokens [B, S, ...]; counts if `collect` (training), else zeros."""
         config = self.config
         logits_BSE = jnp.einsum("BSD,DE->BSE", x_BSD.astype(jnp.float32), self.weight[...])
-        routes = route(
+        routes = route_tokens(
             logits_BSE,
             self.bias[...],
             num_selected=config.num_experts_per_token,

@@ -154,11 +154,14 @@ class _Blocks(NamedTuple):
     num_steps: Array  # int32 steps that hold any pair
 
 
-def _tiling(num_pairs: int, num_experts: int) -> tuple[int, int]:
-    """(C pairs a block, G blocks a step)."""
-    per_expert = max(num_pairs // num_experts, 1)
-    block = min(max(8, 1 << (per_expert - 1).bit_length()), 128)
-    return block, max(1, 2048 // block)
+def _tiling(num_pairs: int, num_experts: int, widths: int) -> tuple[int, int]:
+    """(C pairs a block, G blocks a step); `widths` is L + F.
+
+    Measured on two x86 cores (scripts/bench_moe.py): one block for an expert of average load up to 64 pairs, as many
+    blocks a step as keep its rows within the second-level cache.
+    """
+    block = min(-(-num_pairs // num_experts) + 7, 64) // 8 * 8
+    return block, max(1, 2**17 // (widths * block))
 
 
 def _cut(plan: GroupPlan, block: int, group: int) -> _Blocks:
@@ -169,7 +172,7 @@ def _cut(plan: GroupPlan, block: int, group: int) -> _Blocks:
     start_E = stop_E - plan.sizes_E
     blocks_E = (plan.sizes_E + block - 1) // block
     last_E = jnp.cumsum(blocks_E)
-    expert_B = jnp.minimum(jnp.searchsorted(last_E, index_B, side="right"), num_experts - 1).astype(jnp.int32)
+    expert_B = jnp.repeat(jnp.arange(num_experts, dtype=jnp.int32), blocks_E, total_repeat_length=index_B.shape[0])
     first_B = start_E[expert_B] + (index_B - (last_E - blocks_E)[expert_B]) * block
     stop_B = jnp.where(index_B < last_E[-1], stop_E[expert_B], 0)
     return _Blocks(expert_B, first_B, stop_B, (last_E[-1] + group - 1) // group)
@@ -196,13 +199,13 @@ def _blocked(
     x_PL: Array, weights_PK: Array, plan: GroupPlan, w1_ELF: Array, w3_ELF: Array, w2_EFL: Array, activation: Activation
 ) -> Array:
     num_chosen = weights_PK.shape[1]
-    tiling = _tiling(weights_PK.size, plan.sizes_E.shape[0])
+    tiling = _tiling(weights_PK.size, w1_ELF.shape[0], w1_ELF.shape[1] + w1_ELF.shape[2])
     blocks = _cut(plan, *tiling)
     weights_N = weights_PK.reshape(-1).astype(jnp.float32)
 
     def step(i: Array, out_PL: Array) -> Array:
         expert_G, pair_GC = _step_of(blocks, plan, i, tiling)
-        token_GC = pair_GC // num_chosen
+        token_GC = jax.lax.div(pair_GC, num_chosen)
         x_GCL = _rows(x_PL, token_GC)
         gate_GCF = jnp.einsum("GCL,GLF->GCF", x_GCL, w1_ELF[expert_G])
         up_GCF = jnp.einsum("GCL,GLF->GCF", x_GCL, w3_ELF[expert_G])
@@ -222,7 +225,7 @@ def _blocked_fwd(x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation):
 def _blocked_bwd(activation: Activation, saved: tuple, dout_PL: Array) -> tuple:
     x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL = saved
     num_chosen = weights_PK.shape[1]
-    tiling = _tiling(weights_PK.size, plan.sizes_E.shape[0])
+    tiling = _tiling(weights_PK.size, w1_ELF.shape[0], w1_ELF.shape[1] + w1_ELF.shape[2])
     blocks = _cut(plan, *tiling)
     weights_N = weights_PK.reshape(-1).astype(jnp.float32)
     dtype = x_PL.dtype
@@ -230,7 +233,7 @@ def _blocked_bwd(activation: Activation, saved: tuple, dout_PL: Array) -> tuple:
     def step(i: Array, sums: tuple[Array, ...]) -> tuple[Array, ...]:
         dx_PL, dweights_N, dw1_ELF, dw3_ELF, dw2_EFL = sums
         expert_G, pair_GC = _step_of(blocks, plan, i, tiling)
-        token_GC = pair_GC // num_chosen
+        token_GC = jax.lax.div(pair_GC, num_chosen)
         x_GCL = _rows(x_PL, token_GC)
         w1_GLF, w3_GLF, w2_GFL = w1_ELF[expert_G], w3_ELF[expert_G], w2_EFL[expert_G]
         gate_GCF = jnp.einsum("GCL,GLF->GCF", x_GCL, w1_GLF)

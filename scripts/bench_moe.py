@@ -1,0 +1,152 @@
+"""Routed experts, forward and backward after routing, against Hugging Face's `grouped_mm` experts on torch CPU.
+
+    python scripts/bench_moe.py [--peer-python PATH] [--rounds N]
+
+`--peer-python` is an interpreter that has torch and transformers; jax and torch need not share an environment. The peer
+runs as its own process that computes only when asked, turn by turn with ours, so both see the same machine. Without it
+only our times are printed. Times are medians in milliseconds; `ratio` is the median of ours / peer per turn.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from statistics import median
+from types import SimpleNamespace
+
+TOKENS = 2048
+#: experts, chosen, width, inner width
+CASES = {
+    "896 experts top-16, 64 x 64": (896, 16, 64, 64),
+    "64 experts top-8, 64 x 64": (64, 8, 64, 64),
+    "16 experts top-4, 256 x 256": (16, 4, 256, 256),
+}
+
+
+def routing(experts: int, chosen: int, skewed: bool):
+    """Ids and weights of all tokens, the same in both processes. Skewed: largest load about 8 times the mean."""
+    import numpy as np
+
+    rng = np.random.default_rng(0)
+    scores = rng.random((TOKENS, experts))
+    if skewed:
+        scores = scores + 1.2 * rng.random(experts) ** 4
+    ids = np.argsort(-scores, axis=1)[:, :chosen].astype(np.int32)
+    weights = rng.random((TOKENS, chosen)).astype(np.float32)
+    return ids, weights / weights.sum(axis=1, keepdims=True)
+
+
+def ours(case: str, activation: str, skewed: bool):
+    """A function that runs one forward and backward pass."""
+    import jax
+    import jax.numpy as jnp
+
+    from k3train.ops.situ import situ_glu, swiglu
+    from k3train.parallel.expert import routed_experts
+
+    experts, chosen, width, inner = CASES[case]
+    ids, weights = routing(experts, chosen, skewed)
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (1, TOKENS, width))
+    w1, w3 = (jax.random.normal(k, (experts, width, inner)) / width**0.5 for k in keys[1:3])
+    w2 = jax.random.normal(keys[3], (experts, inner, width)) / inner**0.5
+    function = {"situ": situ_glu, "swiglu": swiglu}[activation]
+
+    def loss(x, weights, w1, w3, w2, ids):
+        return jnp.sum(jnp.square(routed_experts(x, ids, weights, w1, w3, w2, activation=function)))
+
+    step = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2, 3, 4)))
+    arguments = (x, jnp.asarray(weights)[None], w1, w3, w2, jnp.asarray(ids)[None])
+    return lambda: jax.block_until_ready(step(*arguments))
+
+
+def peer(case: str, skewed: bool):
+    """The same pass by Hugging Face's experts (silu gate)."""
+    import torch
+    from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearExperts
+
+    experts, chosen, width, inner = CASES[case]
+    ids, weights = routing(experts, chosen, skewed)
+    config = SimpleNamespace(
+        num_local_experts=experts,
+        hidden_size=width,
+        moe_intermediate_size=inner,
+        hidden_act="silu",
+        _experts_implementation="grouped_mm",
+    )
+    layer = KimiLinearExperts(config)
+    torch.nn.init.normal_(layer.gate_up_proj, std=width**-0.5)
+    torch.nn.init.normal_(layer.down_proj, std=inner**-0.5)
+    x = torch.randn(TOKENS, width, requires_grad=True)
+    ids, weights = torch.tensor(ids, dtype=torch.int64), torch.tensor(weights, requires_grad=True)
+
+    def run():
+        layer.zero_grad(set_to_none=True)
+        x.grad = weights.grad = None
+        layer(x, ids, weights).square().sum().backward()
+
+    return run
+
+
+def milliseconds(run) -> float:
+    start = time.perf_counter()
+    run()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def serve_peer() -> None:
+    """Reads {"case", "skewed"} lines, answers each with the time of one pass."""
+    runs = {}
+    for line in sys.stdin:
+        asked = json.loads(line)
+        key = (asked["case"], asked["skewed"])
+        if key not in runs:
+            runs.clear()
+            runs[key] = peer(*key)
+            runs[key]()
+        print(json.dumps(milliseconds(runs[key])), flush=True)
+
+
+class Peer:
+    def __init__(self, python: str):
+        command = [python, __file__, "--serve-peer"]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def time(self, case: str, skewed: bool) -> float:
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps({"case": case, "skewed": skewed}) + "\n")
+        self.process.stdin.flush()
+        return float(self.process.stdout.readline())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer-python", help="interpreter with torch and transformers")
+    parser.add_argument("--rounds", type=int, default=15, help="turns per case")
+    parser.add_argument("--serve-peer", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve_peer:
+        return serve_peer()
+
+    import jax
+
+    other = Peer(args.peer_python) if args.peer_python else None
+    print(f"jax {jax.__version__} on {jax.default_backend()}, {TOKENS} tokens, float32, forward + backward")
+    for case in CASES:
+        for skewed in (False, True):
+            for activation in ("swiglu", "situ"):
+                run = ours(case, activation, skewed)
+                run()
+                turns = [
+                    (milliseconds(run), other.time(case, skewed) if other else float("nan"))
+                    for _ in range(args.rounds)
+                ]
+                mine, theirs = (median(column) for column in zip(*turns, strict=True))
+                ratio = median(a / b for a, b in turns)
+                loads = "skewed" if skewed else "even"
+                print(f"{case:28} {loads:6} {activation:6}: ours {mine:7.1f}  peer {theirs:7.1f}  ratio {ratio:.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
