@@ -21,11 +21,11 @@ import optax
 from jax.sharding import PartitionSpec
 
 from k3train.ops.newton_schulz import SIMPLE, Coefficients, from_matrices, newton_schulz, to_matrices
-from k3train.optim.spread import mesh_axes, on_whole_matrices
+from k3train.optim.spread import mesh_axes, num_devices, on_whole_matrices
 
 Tree = Any  # any pytree
 
-#: Leaves of equal matrix shape are stacked up to this many numbers: fewer and fuller products, bounded extra memory.
+#: Leaves of equal matrix shape are joined up to this many numbers a device: fewer and fuller products, bounded memory.
 BATCH_ELEMENTS = 2**28
 
 
@@ -111,7 +111,8 @@ def _orthogonalise(leaves: list, views: list, specs: list, options: dict[str, An
     groups: dict[Any, list[list[int]]] = {}
     for index, (matrices, split, _) in enumerate(batches):
         parts = groups.setdefault((matrices.shape[1:], split), [[]])
-        if sum(batches[other].matrices.size for other in parts[-1]) + matrices.size > BATCH_ELEMENTS and parts[-1]:
+        room = BATCH_ELEMENTS * (1 if split is None else num_devices())
+        if parts[-1] and sum(batches[other].matrices.size for other in parts[-1]) + matrices.size > room:
             parts.append([])
         parts[-1].append(index)
     done: dict[int, jax.Array] = {}

@@ -1,12 +1,13 @@
 """A batch of sharded matrices, brought whole onto the devices, worked on, and brought back.
 
-Newton-Schulz needs whole matrices. Where the leading batch axis is long enough, the mesh axes that split the matrices
-are moved to it: each device then holds some whole matrices instead of a piece of each, and there is no communication
+Newton-Schulz needs whole matrices. Where there are batch axes long enough, the mesh axes that split the matrices are
+moved to them: each device then holds some whole matrices instead of a piece of each, and there is no communication
 inside the iteration. A move is one all-to-all of the data a device holds, there and back; nothing is replicated. Mesh
 axes over which the matrices are copies share out the batch as well; the results come back by one all-gather.
 """
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,11 @@ def _sizes() -> dict[str, int]:
     return {name: size for name, size, kind in kinds if size > 1 and kind == AxisType.Auto}
 
 
+def num_devices() -> int:
+    """Devices over which the compiler may split an array in the current mesh."""
+    return prod(_sizes().values())
+
+
 def mesh_axes(spec: PartitionSpec, ndim: int) -> list[MeshAxes]:
     """For each axis of an array the axes of the current mesh that split it."""
     sizes = _sizes()
@@ -35,13 +41,14 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], x: jax.Array, 
 
     Args:
         x: [count, batch..., rows, cols].
-        split: for each axis of `x` the mesh axes that split it; none for the first, which is spread. Where it is too
-            short for a mesh axis, that axis stays where it is.
+        split: for each axis of `x` the mesh axes that split it; none for the first. A mesh axis for which the batch is
+            too short stays where it is.
     """
-    layouts, devices = _layouts(len(x), split)
+    layouts = _layouts(x.shape, split)
     if len(layouts) == 1:
         return function(x)
-    y = jnp.pad(x, [(0, -len(x) % devices)] + [(0, 0)] * (x.ndim - 1))
+    missing = -len(x) % _parts(layouts[-1][0])
+    y = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
     for layout in layouts:
         y = jax.lax.with_sharding_constraint(y, PartitionSpec(*layout))
     y = function(y)
@@ -50,27 +57,49 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], x: jax.Array, 
     return y[: len(x)]
 
 
-def _layouts(count: int, split: Sequence[MeshAxes]) -> tuple[list[list[MeshAxes]], int]:
-    """Shardings from `split` to the spread one, in order, and the number of parts of the first axis in the last."""
-    sizes, devices = _sizes(), 1
-    moving = []
-    for axis in (-2, -1):
-        for name in reversed(split[axis]):
-            if devices * sizes[name] > count:  # some devices would have nothing to do
+def _parts(names: MeshAxes) -> int:
+    sizes = _sizes()
+    return prod(sizes[name] for name in names)
+
+
+def _layouts(shape: Sequence[int], split: Sequence[MeshAxes]) -> list[list[MeshAxes]]:
+    """Shardings on the way from `split` to whole matrices spread over the devices.
+
+    One mesh axis moves at a time, because XLA replicates when it is to move two at once.
+    """
+    spread = list(split)  # of the batch axes; what is still to be moved off the matrices does not matter here
+    moves: list[tuple[str, int | None, int]] = []  # mesh axis, from, to
+    for source in (-2, -1):
+        for name in reversed(split[source]):
+            target = _target(shape, spread, name)
+            if target is None:
                 break
-            devices *= sizes[name]
-            moving.append((axis, name))
+            spread[target] = (*spread[target], name)
+            moves.append((name, source, target))
     idle = []
-    for name in sorted(sizes.keys() - {name for names in split for name in names}):
-        if devices * sizes[name] <= count:
-            devices *= sizes[name]
-            idle.append(name)
-    # One mesh axis at a time, because XLA replicates when it is to move two at once.
-    layouts: list[list[MeshAxes]] = [list(split)]
-    for axis, name in [(None, name) for name in idle] + moving:
+    for name in sorted(_sizes().keys() - {name for names in split for name in names}):
+        target = _target(shape, spread, name)
+        if target is not None:
+            spread[target] = (*spread[target], name)
+            idle.append((name, None, target))
+    layouts = [list(split)]
+    for name, source, target in idle + moves:
         layout = list(layouts[-1])
-        layout[0] = (*layout[0], name)
-        if axis is not None:
-            layout[axis] = layout[axis][:-1]
+        layout[target] = (*layout[target], name)
+        if source is not None:
+            layout[source] = layout[source][:-1]
         layouts.append(layout)
-    return layouts, devices
+    return layouts
+
+
+def _target(shape: Sequence[int], spread: Sequence[MeshAxes], name: str) -> int | None:
+    """The batch axis that takes one more mesh axis with the least padding; None if every one is too short."""
+    best, least = None, 0.0
+    for axis, length in enumerate(shape[:-2]):
+        parts = _parts((*spread[axis], name))
+        if parts > length or (axis > 0 and length % parts):  # only the first axis is padded
+            continue
+        waste = -length % parts / length
+        if best is None or waste < least:
+            best, least = axis, waste
+    return best

@@ -170,12 +170,13 @@ def test_sharded_step_equals_one_device_and_keeps_shardings():
     assert build.num_clipped(state) == 2
 
 
-def test_muon_step_moves_matrices_instead_of_copying_them():
-    """With more layers than devices in a group the compiled step has all-to-all of shards, no reduction inside."""
+@pytest.mark.parametrize(("layers", "experts"), [((8, 6), 2), ((3, 2), 8)], ids=["onto layers", "onto experts"])
+def test_muon_step_moves_matrices_instead_of_copying_them(layers, experts):
+    """With enough layers or experts the compiled step has one all-to-all a mesh axis, there and back, and no more."""
     into, out = Muon(("expert_in",), ("expert_mlp",), WHOLE), Muon(("expert_mlp",), ("expert_in",), WHOLE)
     deep = {
-        "up": info("layers experts expert_in expert_mlp", (8, 2, 8, 16), into),
-        "down": info("layers experts expert_mlp expert_in", (6, 2, 16, 8), out),
+        "up": info("layers experts expert_in expert_mlp", (layers[0], experts, 8, 16), into),
+        "down": info("layers experts expert_mlp expert_in", (layers[1], experts, 16, 8), out),
     }
     tx = build.build(CONFIG, deep, 10)
     mesh = make_mesh({"data": 2, "expert": 2, "tensor": 2})
@@ -186,7 +187,7 @@ def test_muon_step_moves_matrices_instead_of_copying_them():
         places = build.state_shardings(deep, state, shardings, NamedSharding(mesh, PartitionSpec()))
         step = jax.jit(tx.update, in_shardings=(shardings, places, shardings), out_shardings=(shardings, places))
         text = step.lower(params, state, params).compile().as_text()
-    assert text.count(" all-to-all(") == 4  # two mesh axes, there and back
+    assert text.count(" all-to-all(") == 4  # data and tensor
     for other in ("all-gather", "all-reduce", "collective-permute", "reduce-scatter"):
         assert f" {other}(" not in text, other
 
