@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tests.model.golden_models import compiled, every_layer, imported, io
-from tests.tolerances import assert_close
 
 from k3train.checkpoint.hf_names import entries, trim_a_log
 from k3train.core.tree import leaves
 from k3train.model.k3 import blueprint, init_cache
 from k3train.ops.cross_entropy import cross_entropy_sum
+from tests.model.golden_models import compiled, every_layer, imported, io
+from tests.tolerances import assert_close
 
 MODELS = {"kimi_linear_tiny": "kimi_linear", "k3_tiny": "k3"}  # and the layout of the release
 LENGTH, PREFILL = 96, 50
