@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from k3train.optim import MatrixView, muon, per_head, per_head_muon, scale_by_muon
@@ -217,6 +218,18 @@ def test_inside_partition_and_masked():
     got = split.update(grads, split.init(params), params)[0]
     np.testing.assert_array_equal(got["w"], wanted)
     np.testing.assert_array_equal(got["b"], -grads["b"])
+
+
+def test_with_flax_nnx():
+    model = nnx.Linear(4, 8, rngs=nnx.Rngs(0))
+    before = model.kernel[...], model.bias[...]
+    tx = muon(0.1, lambda params: jax.tree.map(lambda p: PLAIN if p.ndim == 2 else None, params), weight_decay=0.0)
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, nnx.grad(lambda model: model(jnp.ones((2, 4))).sum())(model))
+    moved = before[0] - model.kernel[...]  # gradient of rank one: singular value 1 becomes about 0.7
+    assert_close(moved, jnp.full((4, 8), moved[0, 0]), "op")
+    assert 0.1 * 0.2 * 8**0.5 * 0.6 < float(jnp.linalg.norm(moved)) < 0.1 * 0.2 * 8**0.5 * 1.2
+    assert_close(before[1] - model.bias[...], jnp.full(8, 0.1), "op")
 
 
 def test_views_from_a_function_and_per_head():
