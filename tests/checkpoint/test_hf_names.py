@@ -85,7 +85,9 @@ def test_a_device_reads_its_share(model, layout):
                 wanted.append(slice(start, start + half))
             read = []
 
-            def reader(ranges, name=entry.names()[-1], read=read):
+            last_name = entry.names()[-1]
+
+            def reader(ranges, name=last_name, read=read):
                 read.append(released[name][ranges])
                 return read[-1]
 

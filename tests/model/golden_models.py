@@ -91,7 +91,7 @@ def every_layer(model: Imported, tokens) -> tuple[list[Seen], Depth]:
 
     programs, found = {}, []
     for number, (kind, slot) in enumerate(zip(kinds(config), slots(config), strict=True)):
-        params, bias = (_layer(tree, slot) for tree in (model.params, model.bias))
+        params, bias = (layer_arrays(tree, slot) for tree in (model.params, model.bias))
         starts = config.attn_res == "block" and number % config.attn_res_block_size == 0
         if starts:
             depth = jax.jit(Depth.push)(depth)
@@ -102,7 +102,7 @@ def every_layer(model: Imported, tokens) -> tuple[list[Seen], Depth]:
     return found, depth
 
 
-def _layer(tree, slot):
+def layer_arrays(tree, slot):
     """Parameters of one layer, taken out of their stack."""
     for key in ("backbone", "runs", str(slot.run), str(slot.segment), str(slot.position)):
         tree = tree.get(key, {})
