@@ -144,8 +144,8 @@ def main() -> None:
                 ]
                 mine, theirs = (median(column) for column in zip(*turns, strict=True))
                 ratio = median(a / b for a, b in turns)
-                loads = "skewed" if skewed else "even"
-                print(f"{case:28} {loads:6} {activation:6}: ours {mine:7.1f}  peer {theirs:7.1f}  ratio {ratio:.2f}", flush=True)
+                row = f"{case:28} {'skewed' if skewed else 'even':6} {activation:6}"
+                print(f"{row}: ours {mine:7.1f}  peer {theirs:7.1f}  ratio {ratio:.2f}", flush=True)
 
 
 if __name__ == "__main__":

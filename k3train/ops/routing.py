@@ -50,10 +50,21 @@ def route(
     biased_PE = jax.lax.stop_gradient(scores_PE) + jax.lax.stop_gradient(bias_E)
     # The order of NaN depends on its sign bit and on the backend: make it the largest everywhere.
     biased_PE = jnp.where(jnp.isnan(biased_PE), jnp.inf, biased_PE)
-    num_ranked = min(num_selected + 1, num_experts)
-    ranked_PK, ids_PK = jax.lax.top_k(biased_PE, num_ranked)
+    ranked_PK, ids_PK = _top_k(biased_PE, min(num_selected + 1, num_experts))
     ids_PK = ids_PK[..., :num_selected]
     weights_PK = jnp.take_along_axis(scores_PE, ids_PK, axis=-1)
     if renormalize:
         weights_PK = weights_PK / (jnp.sum(weights_PK, axis=-1, keepdims=True) + 1e-20)
     return Routes(ids_PK, weights_PK * scaling_factor, scores_PE, ranked_PK[..., -1])
+
+
+def _top_k(x_PE: Array, k: int) -> tuple[Array, Array]:
+    """`lax.top_k` in the one form that XLA:CPU does not turn into a sort of whole rows, which takes 20 times as long.
+
+    That form has two axes, and no slice of the results can be merged with its own: hence the barriers. There are two of
+    them because XLA of jax 0.10.2 aborts on one over both results.
+    """
+    values_PK, ids_PK = jax.lax.top_k(x_PE.reshape(-1, x_PE.shape[-1]), k)
+    values_PK, ids_PK = jax.lax.optimization_barrier(values_PK), jax.lax.optimization_barrier(ids_PK)
+    shape = (*x_PE.shape[:-1], k)
+    return values_PK.reshape(shape), ids_PK.reshape(shape)
