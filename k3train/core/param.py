@@ -7,15 +7,19 @@ No rule anywhere looks at a parameter's path, rank or size.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from k3train.core.axes import PARAM_AXES
 
-Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]  # (key, shape) -> float32
+#: (key, shape) -> float32, every entry drawn alike; hashable, so that equal ones compile once
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,10 @@ class ParamInfo:
             assert self.clip.head_axis in self.axes, (self.clip, self.axes)
 
 
+#: sharding of a parameter by its metadata
+Place = Callable[[ParamInfo], Any] | None
+
+
 class RouterBias(nnx.Variable):
     """Selection bias of a router (float32 [layers, experts]): moved by quantile balancing, never by an optimizer."""
 
@@ -93,12 +101,14 @@ class Maker:
     """Makes parameters; passed down the modules instead of a random key.
 
     Args:
-        rngs: source of keys.
+        rngs: source of keys; None: only shapes and metadata matter, everything is zero.
+        place: sharding of a parameter, by its metadata; None: wherever jax puts it.
         component: name under which the parameters are counted.
         stack: number of layers stacked on a leading axis `layers`; 0 for a parameter outside the layers.
     """
 
-    rngs: nnx.Rngs
+    rngs: nnx.Rngs | None = None
+    place: Place = None
     component: str = ""
     stack: int = 0
 
@@ -118,31 +128,82 @@ class Maker:
         clip: Clip | None = None,
         quantised: bool = False,
     ) -> nnx.Param:
-        """A float32 parameter of `shape` (without the layer axis), each layer drawn from its own key."""
-        key = self.rngs.params()
-        one, axes = tuple(shape), tuple(axes)
+        """A float32 parameter of `shape` (without the layer axis), drawn where it will live."""
+        shape, axes = tuple(shape), tuple(axes)
         if self.stack:
-            value = jax.vmap(lambda k: init(k, one))(jax.random.split(key, self.stack))
-            axes = ("layers", *axes)
-        else:
-            value = init(key, one)
-        info = ParamInfo(value.shape, axes, route, self.component, clip, quantised)
-        return nnx.Param(value.astype(jnp.float32), info=info)
+            shape, axes = (self.stack, *shape), ("layers", *axes)
+        info = ParamInfo(shape, axes, route, self.component, clip, quantised)
+        if self.rngs is None:
+            return nnx.Param(jnp.zeros(shape, jnp.float32), info=info)
+        sharding = None if self.place is None else self.place(info)
+        return nnx.Param(_draw(init, self.rngs.params(), shape, sharding), info=info)
 
     def router_bias(self, num_experts: int) -> RouterBias:
         return RouterBias(jnp.zeros((self.stack, num_experts), jnp.float32))
 
 
-def normal(std: float) -> Initializer:
-    return lambda key, shape: std * jax.random.normal(key, shape, jnp.float32)
+@dataclass(frozen=True)
+class Normal:
+    """Zero mean, standard deviation `std`."""
+
+    std: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return self.std * jax.random.normal(key, shape, jnp.float32)
 
 
-def constant(value: float) -> Initializer:
-    return lambda key, shape: jnp.full(shape, value, jnp.float32)
+@dataclass(frozen=True)
+class Uniform:
+    """Between -bound and bound."""
+
+    bound: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return jax.random.uniform(key, shape, jnp.float32, -self.bound, self.bound)
 
 
-def uniform(bound: float) -> Initializer:
-    return lambda key, shape: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        del key
+        return jnp.full(shape, self.value, jnp.float32)
+
+
+#: Up to this many entries a parameter is drawn on the host's side and cut to shape; above, by a program of its own
+#: straight into its shards.
+_SMALL = 2**22
+
+
+@cache
+def _compiled(init: Initializer, shape: tuple[int, ...], sharding: Any) -> Callable[[jax.Array], jax.Array]:
+    def draw(key):
+        return init(key, shape).astype(jnp.float32)
+
+    return jax.jit(draw) if sharding is None else jax.jit(draw, out_shardings=sharding)
+
+
+def _draw(init: Initializer, key: jax.Array, shape: tuple[int, ...], sharding: Any) -> jax.Array:
+    """The parameter, the same on every mesh.
+
+    A program that draws random numbers compiles slowly, and a model has dozens of shapes. So small parameters share one
+    program per power of two and are cut to shape as host arrays.
+    """
+    size = prod(shape)
+    if size > _SMALL:
+        return _compiled(init, shape, sharding)(key)
+    if isinstance(init, Constant):
+        host = np.full(shape, init.value, np.float32)
+    else:
+        unit, scale = init, 1.0
+        if isinstance(init, Normal):
+            unit, scale = Normal(1.0), init.std
+        flat = _compiled(unit, (1 << max(10, (size - 1).bit_length()),), None)(key)
+        host = np.float32(scale) * np.asarray(flat)[:size].reshape(shape)
+    return jnp.asarray(host) if sharding is None else jax.make_array_from_callback(shape, sharding, lambda i: host[i])
 
 
 def infos(model: Any) -> dict:

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from k3train.core.param import RouterBias, infos
+from k3train.core.param import Maker, Place, RouterBias, infos
 
 Tree = dict[str, Any]
 
@@ -26,20 +26,20 @@ class Blueprint:
     """A module taken apart: how to build it, what its parameters are, how to put arrays back in.
 
     Args:
-        build: makes the nnx module from `nnx.Rngs`. Nothing is allocated here.
+        build: makes the nnx module with a `Maker`. Nothing is allocated here.
     """
 
-    def __init__(self, build: Callable[[nnx.Rngs], nnx.Module]):
+    def __init__(self, build: Callable[[Maker], nnx.Module]):
         self._build = build
-        abstract = nnx.eval_shape(lambda: build(nnx.Rngs(0)))
+        abstract = nnx.eval_shape(lambda: build(Maker()))
         self._graph, self._params, self._bias = nnx.split(abstract, nnx.Param, RouterBias)
         self.infos: Tree = _with_string_keys(infos(abstract))
         self.abstract_params: Tree = _with_string_keys(nnx.to_pure_dict(self._params))
         self.abstract_bias: Tree = _with_string_keys(nnx.to_pure_dict(self._bias))
 
-    def init(self, seed: int | jax.Array) -> tuple[Tree, Tree]:
-        """Fresh (parameters, router bias); jit it with `out_shardings` to create them in place."""
-        _, params, bias = nnx.split(self._build(nnx.Rngs(seed)), nnx.Param, RouterBias)
+    def init(self, seed: int, place: Place = None) -> tuple[Tree, Tree]:
+        """Fresh (parameters, router bias), each parameter created with the sharding that `place` gives it."""
+        _, params, bias = nnx.split(self._build(Maker(nnx.Rngs(seed), place)), nnx.Param, RouterBias)
         return _with_string_keys(nnx.to_pure_dict(params)), _with_string_keys(nnx.to_pure_dict(bias))
 
     def module(self, params: Tree, bias: Tree) -> Any:

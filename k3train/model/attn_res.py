@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3train.config.schema import ModelConfig
-from k3train.core.param import AdamW, Frozen, Maker, constant
+from k3train.core.param import AdamW, Constant, Frozen, Maker
 from k3train.ops.attn_res import attn_res
 
 READER = AdamW(decay=False, source="[Moonlight][torchtitan] norm gains and queries by AdamW, no decay")
@@ -42,8 +42,8 @@ class Reader(nnx.Module):
     def __init__(self, make: Maker, config: ModelConfig, *, used: bool = True):
         route = READER if used else UNUSED
         self.eps = config.rms_norm_eps
-        self.gain = make((config.hidden_size,), ("norm",), init=constant(1.0), route=route)
-        self.query = make((config.hidden_size,), ("norm",), init=constant(0.0), route=route)
+        self.gain = make((config.hidden_size,), ("norm",), init=Constant(1.0), route=route)
+        self.query = make((config.hidden_size,), ("norm",), init=Constant(0.0), route=route)
 
     def __call__(self, depth: Depth, *, prefix_valid: bool | jax.Array = True) -> jax.Array:
         """Sublayer input [B, S, D]. `prefix_valid=False`: the current block is still empty."""

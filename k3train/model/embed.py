@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3train.config.schema import ModelConfig
-from k3train.core.param import AdamW, Maker, normal
+from k3train.core.param import AdamW, Maker, Normal
 from k3train.model.init import matrix
 from k3train.parallel.rules import shard
 
@@ -17,13 +17,10 @@ class Embedding(nnx.Module):
 
     def __init__(self, make: Maker, config: ModelConfig):
         self.pad = config.pad_token_id
-        draw = normal(config.init_std)
-
-        def init(key, shape):
-            table = draw(key, shape)
-            return table if self.pad < 0 else table.at[self.pad].set(0.0)
-
-        self.table = make((config.vocab_size, config.hidden_size), ("vocab", "embed"), init=init, route=TABLE)
+        shape = (config.vocab_size, config.hidden_size)
+        self.table = make(shape, ("vocab", "embed"), init=Normal(config.init_std), route=TABLE)
+        if self.pad >= 0:
+            self.table[...] = self.table[...].at[self.pad].set(0.0)
 
     def __call__(self, tokens_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
         x_BSD = jnp.take(self.table[...], tokens_BS, axis=0).astype(dtype)

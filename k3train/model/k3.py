@@ -35,8 +35,7 @@ class Hidden(NamedTuple):
 class K3(nnx.Module):
     """Embedding, layers, output reader, final norm, head."""
 
-    def __init__(self, rngs: nnx.Rngs, config: ModelConfig, num_bins: int):
-        make = Maker(rngs)
+    def __init__(self, make: Maker, config: ModelConfig, num_bins: int):
         self.config = config
         self.embed = Embedding(make.at("embedding"), config)
         self.backbone = Backbone(make, config, num_bins)
@@ -86,4 +85,4 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
 @cache
 def blueprint(config: ModelConfig, num_bins: int = 1) -> Blueprint:
     """The model taken apart; nothing is allocated. `num_bins`: bins of the routers' margin histograms."""
-    return Blueprint(lambda rngs: K3(rngs, config, num_bins))
+    return Blueprint(lambda make: K3(make, config, num_bins))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3train.config.schema import ModelConfig
-from k3train.core.param import AdamW, Maker, Muon, constant, uniform
+from k3train.core.param import AdamW, Constant, Maker, Muon, Uniform
 from k3train.model.cache import KdaCache
 from k3train.model.init import matrix
 from k3train.ops import kda_gate
@@ -35,7 +35,7 @@ class KDA(nnx.Module):
             (D, H, 3, K), ("embed", "heads", "qkv", "head_dim"),
             init=matrix(config, D), route=Muon(("embed",), ("head_dim",), PER_HEAD),
         )  # fmt: skip
-        self.conv = make((H, 3, K, W), ("heads", "qkv", "head_dim", "conv_tap"), init=uniform(W**-0.5), route=small)
+        self.conv = make((H, 3, K, W), ("heads", "qkv", "head_dim", "conv_tap"), init=Uniform(W**-0.5), route=small)
         self.f_a = make((D, R), ("embed", "rank"), init=matrix(config, D), route=into_rank)
         self.f_b = make((R, H, K), ("rank_in", "heads", "head_dim"), init=matrix(config, R), route=from_rank)
         a_log = kda_gate.a_log_zeros_init if bounded else kda_gate.a_log_uniform_init
@@ -47,7 +47,7 @@ class KDA(nnx.Module):
         else:
             self.g_a = make((D, R), ("embed", "rank"), init=matrix(config, D), route=into_rank)
             self.g_b = make((R, H, K), ("rank_in", "heads", "head_dim"), init=matrix(config, R), route=from_rank)
-        self.o_norm = make((K,), ("norm",), init=constant(1.0), route=small)
+        self.o_norm = make((K,), ("norm",), init=Constant(1.0), route=small)
         self.o = make(
             (H, K, D), ("heads", "head_dim", "embed"),
             init=matrix(config, H * K), route=Muon(("heads", "head_dim"), ("embed",), WHOLE),

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from k3train.core.param import AdamW, Maker, constant
+from k3train.core.param import AdamW, Constant, Maker
 
 GAIN = AdamW(decay=False, source="[Moonlight] norm gains by AdamW, no decay")
 
@@ -14,7 +14,7 @@ class RMSNorm(nnx.Module):
 
     def __init__(self, make: Maker, width: int, eps: float):
         self.eps = eps
-        self.gain = make((width,), ("norm",), init=constant(1.0), route=GAIN)
+        self.gain = make((width,), ("norm",), init=Constant(1.0), route=GAIN)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(jnp.float32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3train.config.schema import ModelConfig
-from k3train.core.param import Maker, Muon, uniform
+from k3train.core.param import Maker, Muon, Uniform
 from k3train.ops import quantile
 from k3train.ops.routing import Routes
 from k3train.parallel.expert import route_tokens
@@ -33,7 +33,7 @@ class Router(nnx.Module):
         # a bare parameter in the released code: Kaiming-uniform, not the generic initialiser
         self.weight = make(
             (D, E), ("embed", "router_experts"),
-            init=uniform(D**-0.5), route=Muon(("embed",), ("router_experts",), WHOLE),
+            init=Uniform(D**-0.5), route=Muon(("embed",), ("router_experts",), WHOLE),
         )  # fmt: skip
         self.bias = make.router_bias(E)
 

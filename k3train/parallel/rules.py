@@ -68,13 +68,15 @@ def shard(x: jax.Array, *names: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, spec(names))
 
 
+def param_sharding(info: ParamInfo, mesh: Mesh) -> NamedSharding:
+    """How one parameter lies on the mesh."""
+    return NamedSharding(mesh, spec(info.axes))
+
+
 def param_shardings(infos: Tree, mesh: Mesh) -> Tree:
     """NamedSharding per parameter, same nested keys as `infos`."""
 
-    def one(info: ParamInfo) -> NamedSharding:
-        return NamedSharding(mesh, spec(info.axes))
-
-    return map_leaves(one, infos)
+    return map_leaves(lambda info: param_sharding(info, mesh), infos)
 
 
 def indivisible(infos: Tree, sizes: dict[str, int]) -> list[str]:

@@ -17,7 +17,7 @@ from k3train.model.k3 import blueprint
 from k3train.ops import quantile
 from k3train.optim import build
 from k3train.parallel.mesh import use_mesh
-from k3train.parallel.rules import param_shardings, spec
+from k3train.parallel.rules import param_sharding, param_shardings, spec
 from k3train.train.loss import Batch, Sums, token_loss
 from k3train.train.state import TrainState
 
@@ -38,15 +38,19 @@ class Program:
         self.blueprint = blueprint(config.model, config.optim.balance_bins)
         self.optimizer = build.build(config.optim, self.blueprint.infos, config.num_steps)
         self.batch_sharding = NamedSharding(mesh, spec(("act_batch", "act_seq")))
+        self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._shardings = self._state_shardings()
-        self._init = jax.jit(self._fresh_state, out_shardings=self._shardings)
+        self._init_optimizer = jax.jit(self.optimizer.init, out_shardings=self._shardings.opt_state)
         self._train = jax.jit(self._train_step, donate_argnums=0, out_shardings=(self._shardings, None))
         self._eval = jax.jit(self._eval_step)
 
     @property
     def abstract_state(self) -> TrainState:
         """Shapes, dtypes and shardings of the state; nothing is allocated."""
-        shapes = jax.eval_shape(self._fresh_state)
+        params = self.blueprint.abstract_params
+        zero: Any = jax.ShapeDtypeStruct((), jnp.int32)
+        opt_state = jax.eval_shape(self.optimizer.init, params)
+        shapes = TrainState(params, opt_state, self.blueprint.abstract_bias, zero, zero, zero)
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self._shardings
         )
@@ -54,7 +58,10 @@ class Program:
     def init(self) -> TrainState:
         """Fresh state from `config.seed`, created on its devices."""
         with use_mesh(self.mesh):
-            return self._init()
+            params, bias = self.blueprint.init(self.config.seed, lambda info: param_sharding(info, self.mesh))
+            opt_state = self._init_optimizer(params)
+            bias, zeros = jax.device_put((bias, [jnp.zeros((), jnp.int32)] * 3), self._everywhere)
+            return TrainState(params, opt_state, bias, *map(jnp.copy, zeros))
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated. Metrics are device scalars (names: train/metrics.py)."""
@@ -72,13 +79,8 @@ class Program:
 
     # ---- traced from here on
 
-    def _fresh_state(self) -> TrainState:
-        params, bias = self.blueprint.init(self.config.seed)
-        zero = jnp.zeros((), jnp.int32)
-        return TrainState(params, self.optimizer.init(params), bias, zero, zero, zero)
-
     def _state_shardings(self) -> TrainState:
-        everywhere: Any = NamedSharding(self.mesh, PartitionSpec())
+        everywhere: Any = self._everywhere
         params = param_shardings(self.blueprint.infos, self.mesh)
         opt_state = jax.eval_shape(self.optimizer.init, self.blueprint.abstract_params)
         opt_state = build.state_shardings(self.blueprint.infos, opt_state, params, everywhere)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from k3train.config.schema import ModelConfig
-from k3train.core.param import Maker
 from k3train.core.tree import Blueprint, leaves
 from k3train.model.block import Layer
 from k3train.model.k3 import blueprint
@@ -118,7 +117,7 @@ def read(gain, query, sources, eps):
 @cache
 def sublayer(config, kind, which):
     """Compiled: output of one sublayer from the parameters of its layer and its input."""
-    parts = Blueprint(lambda rngs: Layer(Maker(rngs).stacked(1), config, kind, 1))
+    parts = Blueprint(lambda make: Layer(make.stacked(1), config, kind, 1))
     segment_ids = jnp.asarray(ONES)
 
     def run(params, bias, h):
@@ -185,7 +184,7 @@ def test_fresh_queries_average(monkeypatch):
     wanted = final_norm(FULL, params, by_the_list(FULL, params, bias, block=1))
     hidden, _ = forward(FULL)(params, bias, TOKENS, ONES)
     assert_close(hidden, wanted, "same model")
-    fresh = jax.jit(lambda: [x for path, x in leaves(blueprint(BLOCKS).init(0)[0]) if path.endswith("query")])()
+    fresh = [x for path, x in leaves(blueprint(BLOCKS).init(0)[0]) if path.endswith("query")]
     assert fresh and not any(np.any(x) for x in fresh)
 
 
