@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from k3train.checkpoint.hf_import import Imported, read_hf
-from k3train.core.param import Maker
 from k3train.core.tree import Blueprint
 from k3train.model.attn_res import Depth
 from k3train.model.block import Layer
@@ -81,10 +80,7 @@ def every_layer(model: Imported, tokens) -> tuple[list[Seen], Depth]:
     segment_ids = jnp.ones_like(tokens)
     embedded = jnp.where((tokens == config.pad_token_id)[..., None], 0, model.params["embed"]["table"][tokens])
     depth = Depth(jnp.zeros((num_sources(config), *embedded.shape)), jnp.int32(0), embedded)
-    parts = {
-        kind: Blueprint(lambda rngs, kind=kind: Layer(Maker(rngs).stacked(1), config, kind, 1))
-        for kind in kinds(config)
-    }
+    parts = {kind: Blueprint(lambda make, kind=kind: Layer(make.stacked(1), config, kind, 1)) for kind in kinds(config)}
 
     def look(kind, params, bias, depth, valid):
         return look_into(parts[kind].module(params, bias), depth, segment_ids, valid)
