@@ -4,8 +4,10 @@
 `record` the data position, counters and configuration as JSON. Arrays are stored as nested dicts named by their place
 in the tree, so that no Python type of ours or of optax is part of the format.
 
-A thin layer over orbax's CheckpointManager that adds what a run needs: restoring is strict and says which leaves
-differ, a save cut short is named and never taken for a checkpoint, a failed save stops the run.
+A thin layer over orbax's AsyncCheckpointer that adds what a run needs: restoring is strict and says which leaves
+differ, a save cut short is named and never taken for a checkpoint, a failed save stops the run, older checkpoints go
+only after a newer one is complete. (CheckpointManager does part of this, but after a failed save it forgets the former
+checkpoint and may go on writing.)
 """
 
 import json
@@ -13,7 +15,7 @@ import logging
 import os
 import shutil
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,9 +59,8 @@ class Checkpoints:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 0):
         self.directory = Path(directory).absolute()
         self._keep = keep
-        self._manager: ocp.CheckpointManager | None = None
+        self._checkpointer: ocp.AsyncCheckpointer | None = None
         self._saving: int | None = None
-        self._failed = False
         logging.getLogger("absl").addFilter(_not_from_orbax)
 
     def __enter__(self) -> "Checkpoints":
@@ -115,8 +116,8 @@ class Checkpoints:
         Raises:
             SaveError: this save could not start, or the one before it failed.
         """
-        assert step not in self.steps(), f"step {step} is already saved"
         self.wait()
+        assert step not in self.steps(), f"step {step} is already saved"
         items: dict[str, Any] = {name: ocp.args.StandardSave(_nested(tree)) for name, tree in parts.items()}
         items[_RECORD] = ocp.args.JsonSave(record)
         self._saving = step
@@ -128,26 +129,23 @@ class Checkpoints:
         Raises:
             SaveError: it failed; names the step, the cause and the newest complete checkpoint.
         """
-        if self._manager is not None and self._saving is not None:
-            self._reporting(self._manager.wait_until_finished)
+        if self._saving is not None:
+            self._reporting(self._open().wait_until_finished)
             self._saving = None
+            self._retire()
 
     def check(self) -> None:
         """Raises SaveError if the save in the background has failed; does not wait for it."""
-        if self._manager is not None and self._saving is not None and not self._manager.is_saving_in_progress():
-            self.wait()
+        if self._saving is not None:
+            self._reporting(self._open().check_for_errors)
+            self._retire()
 
     def close(self) -> None:
         """Waits, then releases the background threads. Raises SaveError like `wait`."""
-        manager = self._manager
-        if manager is None:
-            return
-        try:
-            self.wait()
-        finally:
-            self._manager = None
-            with suppress(Exception) if self._failed else nullcontext():  # orbax raises what was reported once more
-                manager.close()
+        self.wait()
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+            self._checkpointer = None
 
     def restore(self, step: int, abstract: dict[str, Any]) -> dict[str, Any]:
         """The arrays of `step`, placed as asked.
@@ -162,50 +160,59 @@ class Checkpoints:
         step = self.resolve(step)
         self._check_fit(step, abstract)
         items = {name: ocp.args.StandardRestore(_nested(tree)) for name, tree in abstract.items()}
-        restored = self._open().restore(step, args=ocp.args.Composite(**items))
+        restored = self._open().restore(self._folder(step), args=ocp.args.Composite(**items))
         return {name: _unnested(restored[name], tree) for name, tree in abstract.items()}
 
     def record(self, step: int) -> dict[str, Any]:
         """What `save` was given as `record`."""
         step = self.resolve(step)
-        return json.loads((self.directory / str(step) / _RECORD / "metadata").read_text())
+        return json.loads((self._folder(step) / _RECORD / "metadata").read_text())
 
     def leaves(self, step: int, part: str = "model") -> list[Leaf]:
         """The stored arrays of one part, from metadata alone: no device and no memory needed. Empty: no such part."""
         step = self.resolve(step)
-        if not (self.directory / str(step) / part).is_dir():
+        if not (self._folder(step) / part).is_dir():
             return []
-        tree = self._open().item_metadata(step)[part].tree
+        metadata: Any = self._open().metadata(self._folder(step))
+        tree = metadata.item_metadata[part].tree
         return [Leaf(path, tuple(leaf.shape), str(leaf.dtype)) for path, leaf in leaves(tree)]
+
+    def _folder(self, step: int) -> Path:
+        return self.directory / str(step)
 
     def _folders(self) -> list[Path]:
         if not self.directory.is_dir():
             return []
         return [p for p in self.directory.iterdir() if p.is_dir() and p.name.split(".")[0].isdigit()]
 
-    def _open(self) -> ocp.CheckpointManager:
-        if self._manager is None:
+    def _open(self) -> ocp.AsyncCheckpointer:
+        if self._checkpointer is None:
             handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in PARTS}
             handlers[_RECORD] = ocp.JsonCheckpointHandler()
-            options = ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep or None, create=False, save_root_metadata=False
-            )
-            self._manager = ocp.CheckpointManager(self.directory, options=options, item_handlers=handlers)
-        return self._manager
+            self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
+        return self._checkpointer
 
     def _start(self, step: int, items: ocp.args.Composite) -> None:
         self.directory.mkdir(parents=True, exist_ok=True)
-        manager = self._open()
-        if (self.directory / str(step)).exists():  # a partial copy; leftovers with a temporary name orbax replaces
-            shutil.rmtree(self.directory / str(step))
-            manager.reload()
-        manager.save(step, args=items, force=True)
+        self._open().save(self._folder(step), args=items, force=True)  # replaces what a save cut short left there
+
+    def _retire(self) -> None:
+        """Remove what is older than the complete checkpoints to be kept."""
+        if not self._keep or jax.process_index():
+            return
+        for step in self.steps()[: -self._keep]:
+            (self._folder(step) / _COMMITTED).unlink()  # first, so that a half-removed folder is not complete
+            shutil.rmtree(self._folder(step))
 
     def _reporting(self, action: Callable[[], None]) -> None:
         try:
             action()
         except Exception as error:
-            step, self._saving, self._failed = self._saving, None, True
+            step, self._saving = self._saving, None
+            if self._checkpointer is not None:
+                with suppress(Exception):  # waits for what may still be writing; raises the same error again
+                    self._checkpointer.close()
+                self._checkpointer = None
             kept = self.latest()
             left = "no complete checkpoint" if kept is None else f"the newest complete checkpoint is step {kept}"
             raise SaveError(f"checkpoint of step {step} in {self.directory} failed: {_cause(error)}; {left}") from error

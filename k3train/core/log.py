@@ -29,7 +29,8 @@ def shown(stream: str, *, process_index: int = 0) -> Iterator[None]:
     """Messages go to `stdout` or `stderr` while the context is open; processes beside the first show warnings only."""
     handler = _Terminal(stream)
     _LOGGER.addHandler(handler)
-    _LOGGER.setLevel(logging.INFO if process_index == 0 else logging.WARNING)
+    handler.setLevel(logging.INFO if process_index == 0 else logging.WARNING)
+    _LOGGER.setLevel(logging.INFO)
     _LOGGER.propagate = False  # libraries put handlers of their own on the root
     try:
         yield
@@ -44,6 +45,7 @@ def to_file(path: Path) -> Iterator[None]:
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     _LOGGER.addHandler(handler)
+    _LOGGER.setLevel(logging.INFO)
     try:
         yield
     finally:

@@ -51,7 +51,7 @@ def texts(tmp_path_factory):
 
 def configuration(texts, micro_batches: int = 1) -> Config:
     """Every mechanism on a mesh of eight devices; saves, evaluations and log lines fall on different steps."""
-    config = micro.config(mesh={"expert": 8}, micro_batches=micro_batches)
+    config = micro.config(mesh={"data": 4, "expert": 2}, micro_batches=micro_batches)
     data = DataConfig(
         source="text", path=str(texts), seq_len=32, batch_size=16, micro_batches=micro_batches, eval_fraction=0.2,
         eval_batches=0,

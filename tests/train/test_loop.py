@@ -129,7 +129,8 @@ def same(a, b):
 def test_a_run_from_start_to_end(config, tmp_path, capsys):
     run = tmp_path / "run"
     assert train(config, run, header="HEADER", sample=lambda state: f"SAMPLE {int(state.step)}") == 0
-    assert sorted(p.name for p in run.iterdir()) == ["checkpoints", "config.json", "log.txt", "metrics.jsonl", "tensorboard"]
+    files = ["checkpoints", "config.json", "log.txt", "metrics.jsonl", "tensorboard"]
+    assert sorted(p.name for p in run.iterdir()) == files
     assert RunFolder(run).read_config() == config
     assert Checkpoints(run / "checkpoints").steps() == [5, 10]
     records = RunFolder(run).read_metrics()
@@ -140,9 +141,9 @@ def test_a_run_from_start_to_end(config, tmp_path, capsys):
     assert records[-1]["tokens_seen"] == saved(run)[1]["tokens_seen"]
     said = capsys.readouterr().out
     for text in (
-        "mesh: data 8 (8 cpu devices)", "HEADER", "phase pretrain", "training 10 documents", "held out 2 documents", "unigram",
-        "bigram", "step 10/10", "held-out loss", "SAMPLE 10", str(run / "checkpoints" / "10"), "tensorboard --logdir",
-        str(run / "config.json"), "k3train generate --workdir",
+        "mesh: data 8 (8 cpu devices)", "HEADER", "phase pretrain", "training 10 documents", "held out 2 documents",
+        "unigram", "bigram", "step 10/10", "held-out loss", "SAMPLE 10", "tensorboard --logdir",
+        str(run / "checkpoints" / "10"), str(run / "config.json"), "k3train generate --workdir",
     ):  # fmt: skip
         assert text in said, text
     assert "step 10/10" in (run / "log.txt").read_text()
@@ -179,9 +180,8 @@ def test_stopped_and_continued_equals_undisturbed(config, tmp_path, capsys, stan
     stand_in.signal_at = stop
     capsys.readouterr()
     assert train(config, run) == 4
-    said = capsys.readouterr()
-    assert f"stopped by SIGTERM after step {stop} of 10" in said.out and "the same command again" in said.out
-    assert "finishing the step" in said.err or stop  # written past Python's streams
+    said = capsys.readouterr().out
+    assert f"stopped by SIGTERM after step {stop} of 10" in said and "the same command again" in said
     assert Checkpoints(run / "checkpoints").latest() == stop
     stand_in.signal_at = None
     assert train(config, run) == 0
@@ -268,7 +268,8 @@ def test_a_failed_save_stops_the_run(config, tmp_path, capsys, stand_in):
         patch.setattr(loop._Run, "_save", on_a_full_disk)
         assert train(config, run) == 4
     said = capsys.readouterr().out
-    assert "checkpoint of step 5" in said and "File too large" in said and "newest complete checkpoint is step 2" in said
+    for text in ("checkpoint of step 5", "File too large", "newest complete checkpoint is step 2"):
+        assert text in said, text
     assert train(config, run) == 0
     said = capsys.readouterr().out
     assert "continues at step 2" in said and "cut short while being saved: 5.orbax-checkpoint-tmp" in said

@@ -63,7 +63,8 @@ def test_device_scalars_are_read_as_numbers():
 
 
 def test_progress_line():
-    assert progress(RECORD, 600, 65.0) == "step  20/600  loss 2.5000  held-out 2.2500  lr 1.00e-03  load 1.25  ETA 1m05s"
+    line = "step  20/600  loss 2.5000  held-out 2.2500  lr 1.00e-03  load 1.25  ETA 1m05s"
+    assert progress(RECORD, 600, 65.0) == line
     last = {"step": 600, "loss": 2.0, "learning_rate": 1e-3, "tokens_per_second": 31_234.5}
     assert progress(last, 600, 0.0) == "step 600/600  loss 2.0000  lr 1.00e-03  31,234 tokens/s"
 
