@@ -18,6 +18,9 @@ PER_HEAD = "[report 2.5] Q, K, V by Muon, head by head"
 WHOLE = "[lineage guess] whole matrix by Muon"
 SMALL = "[Moonlight][torchtitan] AdamW, no decay"
 
+#: Pieces of a decoded sequence up to this length go token by token: a decode step, a short prompt.
+SHORT_PIECE = 16
+
 
 class KDA(nnx.Module):
     """Short convolution, bounded decay, delta rule, gated output."""
@@ -30,6 +33,7 @@ class KDA(nnx.Module):
         heads_out = Muon(("embed",), ("heads", "head_dim"), WHOLE)
         into_rank, from_rank = Muon(("embed",), ("rank",), WHOLE), Muon(("rank_in",), ("heads", "head_dim"), WHOLE)
         bounded = config.kda_gate == "bounded"
+        self.min_log_decay = config.kda_gate_lower_bound if bounded else None
 
         self.qkv = make(
             (D, H, 3, K), ("embed", "heads", "qkv", "head_dim"),
@@ -59,13 +63,14 @@ class KDA(nnx.Module):
         """Normalised stream in, sublayer output out; the cache continues the first document of each row."""
         q, k, v, tail = self._convolved(x_BSD, segment_ids_BS, cache)
         log_decay, beta = self._decay(x_BSD), self._beta(x_BSD)
-        if cache is not None and x_BSD.shape[1] == 1:
-            read, state = recurrent_kda(q, k, v, log_decay, beta, initial_state=cache.state, segment_ids=segment_ids_BS)
+        state = None if cache is None else cache.state
+        if cache is not None and x_BSD.shape[1] <= SHORT_PIECE:
+            read, state = recurrent_kda(q, k, v, log_decay, beta, initial_state=state, segment_ids=segment_ids_BS)
         else:
             read, state = chunk_kda(
                 q, k, v, log_decay, beta,
-                initial_state=None if cache is None else cache.state,
-                segment_ids=segment_ids_BS, chunk_size=self.config.kda_chunk_size,
+                initial_state=state, segment_ids=segment_ids_BS,
+                chunk_size=self.config.kda_chunk_size, min_log_decay=self.min_log_decay,
             )  # fmt: skip
         y_BSD = self._output(x_BSD, read)
         return y_BSD, None if cache is None else KdaCache(tail, state)

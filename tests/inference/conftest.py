@@ -30,7 +30,7 @@ def micro() -> Micro:
         mla_qk_rope_head_dim=8, mla_v_head_dim=16, attn_res_block_size=2, num_experts=8, num_experts_per_token=2,
         moe_intermediate_size=16, moe_latent_size=16, init_fan_in=True,
     )  # fmt: skip
-    engine = Engine(config, make_mesh({}, jax.devices()[:1]), chunk=16)
+    engine = Engine(config, make_mesh({}, jax.devices()[:1]), chunk=32)
     rng = np.random.default_rng(7)  # numpy: the model's own initialisers would be compiled one by one
     centres = {"gain": 1.0, "o_norm": 1.0, "dt_bias": -4.0}  # norms near 1; slow decay, so that states last
 

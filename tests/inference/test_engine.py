@@ -164,7 +164,7 @@ def test_logits_that_are_not_finite_are_refused_by_row_and_position(micro, token
 def test_on_a_training_mesh_it_is_the_same(micro, tokens):
     """Three prompts on 2 x 2 x 2: rows are padded to the mesh, weights stay sharded."""
     prompts = [tokens[0, :20], tokens[1, :33], tokens[2, :2]]
-    engine = Engine(micro.config, make_mesh({"data": 2, "expert": 2, "tensor": 2}), chunk=16)
+    engine = Engine(micro.config, make_mesh({"data": 2, "expert": 2, "tensor": 2}), chunk=32)
     weights = micro.on(engine)
     sequences = engine.extend(weights, engine.start(3, 64), prompts)
     alone = micro.engine.extend(micro.weights, micro.engine.start(3, 64), prompts)
