@@ -7,11 +7,13 @@ import numpy as np
 
 #: Weights that share one scale, along the input axis.
 BLOCK = 32
-_POSITIVE_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-#: Value of every 4-bit code: bit 3 is the sign, bits 2-0 count these magnitudes.
-E2M1 = np.array([*_POSITIVE_E2M1, *(-x for x in _POSITIVE_E2M1)], np.float32)
-_PAIRS = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=-1)  # [256, 2]: low nibble first
-_NAN_SCALE = 255
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+#: Value of every 4-bit code: bit 3 is the sign, bits 2-0 count the magnitudes.
+E2M1 = np.array([*_MAGNITUDES, *(-x for x in _MAGNITUDES)], np.float32)
+# the two weights of every byte, low nibble first, looked up as one number
+_PAIRS = np.stack([np.tile(E2M1, 16), np.repeat(E2M1, 16)], axis=-1).view(np.uint64)[:, 0]
+_SCALES = np.ldexp(np.float32(1), np.arange(255) - 127).astype(np.float32)  # of bytes 0 to 254
+_NAN_SCALE, _LARGEST_SAFE_SCALE = 255, 252
 
 
 def decode_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
@@ -31,11 +33,12 @@ def decode_mxfp4(packed: np.ndarray, scale: np.ndarray) -> np.ndarray:
         raise ValueError(f"MXFP4 is stored as uint8, got {packed.dtype} nibbles and {scale.dtype} scales")
     if (*packed.shape[:-1], 2 * packed.shape[-1]) != (*scale.shape[:-1], BLOCK * scale.shape[-1]):
         raise ValueError(f"{list(scale.shape)} scales do not cover {list(packed.shape)} bytes, {BLOCK // 2} bytes each")
-    if np.any(scale == _NAN_SCALE):
+    largest = scale.max(initial=0)
+    if largest == _NAN_SCALE:
         raise ValueError(f"{np.count_nonzero(scale == _NAN_SCALE)} scales are NaN (byte {_NAN_SCALE})")
-    values = _PAIRS[packed].reshape(*scale.shape, BLOCK)
+    weights = _PAIRS[packed].view(np.float32).reshape(*scale.shape, BLOCK)
     with np.errstate(over="ignore"):
-        weights = np.ldexp(values, scale.astype(np.int32)[..., None] - 127)
-    if not np.all(np.isfinite(weights)):
-        raise ValueError(f"a weight exceeds float32: largest scale byte {scale.max()}")
+        weights *= _SCALES[scale][..., None]
+    if largest > _LARGEST_SAFE_SCALE and not np.all(np.isfinite(weights)):
+        raise ValueError(f"a weight exceeds float32: largest scale byte {largest}")
     return weights.reshape(*packed.shape[:-1], 2 * packed.shape[-1])
