@@ -10,5 +10,6 @@ step ruff check .
 step ruff format --check .
 step pyright
 step lint-imports
-# Two workers: the tests simulate 8 devices each, more workers than cores only wait for one another.
-step python -m pytest -q -n "${TEST_WORKERS:-2}" "$@"
+# Two workers: the tests simulate 8 devices each, more workers than cores only wait for one another. A file stays with
+# one worker, because its tests share compiled programs.
+step python -m pytest -q -n "${TEST_WORKERS:-2}" --dist loadfile --durations 15 "$@"
