@@ -78,13 +78,13 @@ def kda_step(
     Returns:
         out [B, H, V] and the new state [B, H, K, V], both float32.
     """
-    scale = q_BHK.shape[-1] ** -0.5 if scale is None else scale
+    factor = q_BHK.shape[-1] ** -0.5 if scale is None else scale
     q_BHK, k_BHK, v_BHV, beta_BH = (x.astype(jnp.float32) for x in (q_BHK, k_BHK, v_BHV, beta_BH))
     decayed_BHKV = state_BHKV * jnp.exp(log_decay_BHK.astype(jnp.float32))[..., None]
     recalled_BHV = jnp.einsum("BHKV,BHK->BHV", decayed_BHKV, k_BHK)
     write_BHV = beta_BH[..., None] * (v_BHV - recalled_BHV)
     state_BHKV = decayed_BHKV + k_BHK[..., None] * write_BHV[..., None, :]
-    return scale * jnp.einsum("BHKV,BHK->BHV", state_BHKV, q_BHK), state_BHKV
+    return factor * jnp.einsum("BHKV,BHK->BHV", state_BHKV, q_BHK), state_BHKV
 
 
 def silence_padding(real_BS: jax.Array, *inputs: jax.Array) -> list[jax.Array]:

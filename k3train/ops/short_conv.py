@@ -39,9 +39,7 @@ def short_conv(
         raise ValueError(f"short_conv takes a tail of shape {(B, W - 1, C)}, got {tail.shape}")
     if segment_ids is not None and segment_ids.shape != (B, S):
         raise ValueError(f"short_conv takes segment_ids of shape {(B, S)}, got {segment_ids.shape}")
-    if tail is None:
-        tail = jnp.zeros((B, W - 1, C), x_BSC.dtype)
-    tail = tail.astype(x_BSC.dtype)
+    tail = jnp.zeros((B, W - 1, C), x_BSC.dtype) if tail is None else tail.astype(x_BSC.dtype)
     if segment_ids is None:
         history_BTC = jnp.concatenate([tail, x_BSC], axis=1)
         return _filter(history_BTC, w_CW, None).astype(x_BSC.dtype), history_BTC[:, S:]
