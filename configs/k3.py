@@ -60,6 +60,7 @@ def get_config():
         moe_renormalize=True,
         moe_routed_scaling_factor=1.0,
         init_std=0.02,
+        embedding_init_std=0.02,
         compute_dtype="bfloat16",
         remat="layer",
     )
@@ -90,7 +91,7 @@ SOURCES = {
             "mla_num_heads", "mla_q_lora_rank", "mla_kv_lora_rank", "mla_qk_nope_head_dim", "mla_qk_rope_head_dim",
             "mla_v_head_dim", "mla_output_gate", "attn_res_block_size", "num_experts", "num_experts_per_token",
             "num_shared_experts", "moe_intermediate_size", "moe_latent_size", "moe_latent_norm", "moe_renormalize",
-            "moe_routed_scaling_factor", "init_std", "compute_dtype",
+            "moe_routed_scaling_factor", "init_std", "embedding_init_std", "compute_dtype",
         )
     },
     "model.kda_gate": "confirmed [report 2.1.1]",

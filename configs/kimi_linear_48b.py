@@ -97,6 +97,7 @@ SOURCES = {
         )
     },
     "model.init_std": OURS,
+    "model.embedding_init_std": OURS,
     "model.init_fan_in": OURS,
     "model.remat": OURS,
     **{f"mesh.{axis}": OURS for axis in ("pipeline", "data", "context", "expert", "tensor")},

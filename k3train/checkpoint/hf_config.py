@@ -231,6 +231,7 @@ def _options(text: _Fields) -> dict[str, Any]:
         "pad_token_id": text.maybe("pad_token_id", int, -1),
         "compute_dtype": "bfloat16" if dtype == "bfloat16" else "float32",
         "init_std": text.maybe("initializer_range", float, ModelConfig.init_std),
+        "embedding_init_std": text.maybe("initializer_range", float, ModelConfig.embedding_init_std),
     }
     if act == "situ":
         values["situ_beta"] = text.need("activation_situ_beta", float)

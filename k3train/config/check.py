@@ -46,6 +46,7 @@ RANGES: dict[str, Range] = {
         f"model.{name}": POSITIVE
         for name in (
             "rms_norm_eps", "mla_norm_eps", "situ_beta", "situ_linear_beta", "moe_routed_scaling_factor", "init_std",
+            "embedding_init_std",
         )
     },
     "model.pad_token_id": at_least(-1),

@@ -70,6 +70,10 @@ class ModelConfig:
     moe_routed_scaling_factor: float = knob(1.0, "factor on the combine weights", "[config]")
 
     init_std: float = knob(0.02, "standard deviation of matrices at init", "[config] initializer_range")
+    embedding_init_std: float = knob(
+        0.02, "standard deviation of the embedding at init; attention residuals mix it raw with sublayer outputs, so "
+        "with init_fan_in about 1 learns much faster", "[config] initializer_range",
+    )  # fmt: skip
     init_fan_in: bool = knob(
         False, "draw matrices with 1/sqrt(fan in) instead of init_std; undisclosed for K3, kinder to small widths"
     )

@@ -18,7 +18,7 @@ class Embedding(nnx.Module):
     def __init__(self, make: Maker, config: ModelConfig):
         self.pad = config.pad_token_id
         shape = (config.vocab_size, config.hidden_size)
-        self.table = make(shape, ("vocab", "embed"), init=Normal(config.init_std), route=TABLE)
+        self.table = make(shape, ("vocab", "embed"), init=Normal(config.embedding_init_std), route=TABLE)
         if self.pad >= 0:
             self.table[...] = self.table[...].at[self.pad].set(0.0)
 
