@@ -52,7 +52,7 @@ RANGES: dict[str, Range] = {
     "model.pad_token_id": at_least(-1),
     # Within a tile of 16 tokens the summed log decay must stay above -88.7, where exp leaves float32.
     "model.kda_gate_lower_bound": Range(lambda x: -5 <= x < 0, "from -5 to below 0 (16 tokens a tile)"),
-    "model.kda_chunk_size": Range(lambda x: x > 0 and x % 16 == 0, "a positive multiple of 16"),
+    "model.kda_chunk_size": Range(lambda x: x >= 16 and x & (x - 1) == 0, "a power of two from 16 on"),
     "vision.num_layers": NOT_NEGATIVE,
     **{
         f"vision.{name}": at_least(1)

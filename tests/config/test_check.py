@@ -63,7 +63,7 @@ def test_out_of_range_is_refused(path):
         ({"kda_gate_lower_bound": 0.0}, "model.kda_gate_lower_bound=0.0: must be from -5 to below 0"),
         ({"kda_gate_lower_bound": -5.5}, "model.kda_gate_lower_bound=-5.5: must be from -5 to below 0"),
         ({"kda_a_log_length": 3}, "model.kda_a_log_length=3: must be 0 or at least model.kda_num_heads=4"),
-        ({"kda_chunk_size": 20}, "model.kda_chunk_size=20: must be a positive multiple of 16"),
+        ({"kda_chunk_size": 48}, "model.kda_chunk_size=48: must be a power of two from 16 on"),
         ({"kda_gate": "softplus", "kda_gate_lower_bound": -4.0}, "model.kda_gate_lower_bound=-4.0: has no effect"),
         ({"activation": "swiglu", "situ_beta": 3.0}, "situ_beta=3.0: has no effect here, because model.activation"),
         ({"attn_res": "full", "attn_res_block_size": 2}, "model.attn_res_block_size=2: has no effect"),
