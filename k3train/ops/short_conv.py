@@ -55,14 +55,64 @@ def short_conv(
     return out_BSC.astype(x_BSC.dtype), new_tail
 
 
+@jax.custom_vjp
 def _filter(history_BTC: jax.Array, w_CW: jax.Array, run_BT: jax.Array | None) -> jax.Array:
-    """Shift and add in float32; `T = W-1 + S`."""
+    """silu of the convolution, float32 [B, S, C]; `T = W-1 + S`."""
+    return jax.nn.silu(_convolve(history_BTC, w_CW, run_BT))
+
+
+def _filter_fwd(history_BTC, w_CW, run_BT):
+    return _filter(history_BTC, w_CW, run_BT), (history_BTC, w_CW, run_BT)
+
+
+def _filter_bwd(residuals, d_out_BSC):
+    """Written out because the transpose of slices is a chain of pads, several times slower on CPU."""
+    history_BTC, w_CW, run_BT = residuals
+    B, T, C = history_BTC.shape
+    W = w_CW.shape[1]
+    S = T - (W - 1)
+    y_BSC = _convolve(history_BTC, w_CW, run_BT)
+    gate_BSC = jax.nn.sigmoid(y_BSC)
+    d_y_BSC = d_out_BSC * gate_BSC * (1.0 + y_BSC * (1.0 - gate_BSC))
+    padded = jnp.pad(d_y_BSC, ((0, 0), (W - 1, W - 1), (0, 0)))
+    d_history_BTC, d_w = jnp.zeros((), jnp.float32), []
+    for j in range(W):
+        d_tap_BTC = padded[:, W - 1 - j : W - 1 - j + T] * w_CW[:, j].astype(jnp.float32)
+        product_BSC = d_y_BSC * history_BTC[:, j : j + S].astype(jnp.float32)
+        if run_BT is not None:
+            counts_BS = _counts(run_BT, j, W)
+            counts_BT = jnp.pad(counts_BS, ((0, 0), (j, W - 1 - j)))
+            d_tap_BTC = jnp.where(counts_BT[..., None], d_tap_BTC, 0.0)
+            product_BSC = jnp.where(counts_BS[..., None], product_BSC, 0.0)
+        d_history_BTC += d_tap_BTC
+        d_w.append(_sum_of_rows(product_BSC))
+    return d_history_BTC.astype(history_BTC.dtype), jnp.stack(d_w, axis=-1).astype(w_CW.dtype), None
+
+
+_filter.defvjp(_filter_fwd, _filter_bwd)
+
+
+def _convolve(history_BTC: jax.Array, w_CW: jax.Array, run_BT: jax.Array | None) -> jax.Array:
+    """Shift and add in float32."""
     W = w_CW.shape[1]
     S = history_BTC.shape[1] - (W - 1)
     total_BSC = jnp.zeros((), jnp.float32)
     for j in range(W):
         tap_BSC = history_BTC[:, j : j + S].astype(jnp.float32) * w_CW[:, j].astype(jnp.float32)
         if run_BT is not None and j < W - 1:
-            tap_BSC = jnp.where((run_BT[:, j : j + S] == run_BT[:, W - 1 :])[..., None], tap_BSC, 0.0)
+            tap_BSC = jnp.where(_counts(run_BT, j, W)[..., None], tap_BSC, 0.0)
         total_BSC = total_BSC + tap_BSC
-    return jax.nn.silu(total_BSC)
+    return total_BSC
+
+
+def _counts(run_BT: jax.Array, j: int, W: int) -> jax.Array:
+    """[B, S] whether tap j lies in the document of the current token."""
+    S = run_BT.shape[1] - (W - 1)
+    return run_BT[:, j : j + S] == run_BT[:, W - 1 :]
+
+
+def _sum_of_rows(x_BSC: jax.Array) -> jax.Array:
+    """Sum over B and S, first over short runs of rows: a CPU reads them from its cache."""
+    B, S, C = x_BSC.shape
+    rows = next(rows for rows in (32, 16, 8, 4, 2, 1) if S % rows == 0)
+    return jnp.sum(jnp.sum(x_BSC.reshape(B * S // rows, rows, C), axis=1), axis=0)
