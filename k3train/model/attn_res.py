@@ -14,9 +14,15 @@ from flax import nnx
 from k3train.config.schema import ModelConfig
 from k3train.core.param import AdamW, Constant, Frozen, Maker
 from k3train.ops.attn_res import attn_res
+from k3train.parallel.rules import shard
 
 READER = AdamW(decay=False, source="[Moonlight][torchtitan] norm gains and queries by AdamW, no decay")
 UNUSED = Frozen(source="[official code] the reader of layer 0 has no sources; kept for key parity")
+
+
+def shard_sources(sources_NBSD: jax.Array) -> jax.Array:
+    """Stored sources lie like the stream: said outright, because a buffer of zeros gives the compiler no hint."""
+    return shard(sources_NBSD, None, "act_batch", "act_seq", "act_embed")
 
 
 class Depth(NamedTuple):
@@ -30,7 +36,8 @@ class Depth(NamedTuple):
         """The current block is finished: store its sum, start an empty one."""
         assert self.sources is not None
         sources = jax.lax.dynamic_update_index_in_dim(self.sources, self.prefix, self.count, 0)
-        return Depth(sources, self.count + 1, jnp.zeros_like(self.prefix))
+        empty = shard(jnp.zeros_like(self.prefix), "act_batch", "act_seq", "act_embed")
+        return Depth(shard_sources(sources), self.count + 1, empty)
 
     def add(self, y_BSD: jax.Array) -> "Depth":
         return self._replace(prefix=self.prefix + y_BSD)
@@ -50,7 +57,7 @@ class Reader(nnx.Module):
         assert depth.sources is not None
         static = isinstance(depth.count, int)
         sources = depth.sources[: depth.count] if static else depth.sources
-        return attn_res(
+        h_BSD = attn_res(
             sources,
             None if prefix_valid is False else depth.prefix,
             self.gain[...],
@@ -59,3 +66,4 @@ class Reader(nnx.Module):
             num_sources=None if static else depth.count,
             prefix_valid=prefix_valid,
         )
+        return shard(h_BSD, "act_batch", "act_seq", "act_embed")

@@ -9,7 +9,7 @@ from flax import nnx
 
 from k3train.config.schema import ModelConfig
 from k3train.core.param import Maker
-from k3train.model.attn_res import Depth
+from k3train.model.attn_res import Depth, shard_sources
 from k3train.model.block import Layer, Step
 from k3train.model.cache import kda_cache, mla_cache
 from k3train.model.layout import BlockRun, Segment, layout, num_sources
@@ -61,7 +61,7 @@ class Backbone(nnx.Module):
     def __call__(self, x_BSD: jax.Array, step: Step, caches: Nested | None) -> tuple[Depth, Nested | None, Nested]:
         """Returns the final depth, the caches, and the statistics of every layer."""
         stored = num_sources(self.config)
-        sources = jnp.zeros((stored, *x_BSD.shape), x_BSD.dtype) if stored else None
+        sources = shard_sources(jnp.zeros((stored, *x_BSD.shape), x_BSD.dtype)) if stored else None
         # the full form counts under a scan; the block form knows its count while tracing, except in a run of blocks
         count = jnp.int32(0) if self.config.attn_res == "full" else 0
         depth = Depth(sources, count, x_BSD)
