@@ -65,6 +65,7 @@ def expert_mlp(
     *,
     activation: Activation,
     implementation: str | None = None,
+    expected_pairs: int | None = None,
 ) -> Array:
     """sum over a token's pairs of weight * (activation(x w1, x w3) w2), each pair with the matrices of its expert.
 
@@ -75,6 +76,8 @@ def expert_mlp(
         w1_ELF, w3_ELF, w2_EFL: gate, up and down matrices in the compute dtype.
         activation: function of (gate, up), same dtype out. Hashable, no arrays inside.
         implementation: one of IMPLEMENTATIONS; default by backend.
+        expected_pairs: how many of the pairs are likely to be computed here; sizes the blocks, never the result.
+            Default: all of them.
 
     Returns:
         float32 [P, L]: expert outputs in the compute dtype, summed in float32.
@@ -86,7 +89,9 @@ def expert_mlp(
     if implementation == "ragged":
         return _ragged(x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation)
     if implementation == "blocked":
-        return _blocked(x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation)
+        num_experts, width, inner = w1_ELF.shape
+        tiling = _tiling(expected_pairs or weights_PK.size, num_experts, width + inner)
+        return _blocked(x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation, tiling)
     raise ValueError(f"implementation {implementation!r} unknown, accepted: {', '.join(IMPLEMENTATIONS)}")
 
 
@@ -157,11 +162,12 @@ class _Blocks(NamedTuple):
 def _tiling(num_pairs: int, num_experts: int, widths: int) -> tuple[int, int]:
     """(C pairs a block, G blocks a step); `widths` is L + F.
 
-    Measured on two x86 cores (scripts/bench_moe.py): one block for an expert of average load up to 64 pairs, as many
-    blocks a step as keep its rows within the second-level cache.
+    Measured on two x86 cores (scripts/bench_moe.py): one block for an expert of average load, but not longer than pays
+    for fetching its matrices; as many blocks a step as keep both cores busy and the rows within the caches.
     """
-    block = min(-(-num_pairs // num_experts) + 7, 64) // 8 * 8
-    return block, max(1, 2**17 // (widths * block))
+    longest = max(64, widths // 4)
+    block = min(-(-num_pairs // num_experts) + 7, longest) // 8 * 8
+    return block, max(1, 2**18 // (widths * block))
 
 
 def _cut(plan: GroupPlan, block: int, group: int) -> _Blocks:
@@ -194,12 +200,18 @@ def _rows(x_PL: Array, index_GC: Array) -> Array:
     return x_PL.at[index_GC].get(mode="fill", fill_value=0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def _blocked(
-    x_PL: Array, weights_PK: Array, plan: GroupPlan, w1_ELF: Array, w3_ELF: Array, w2_EFL: Array, activation: Activation
+    x_PL: Array,
+    weights_PK: Array,
+    plan: GroupPlan,
+    w1_ELF: Array,
+    w3_ELF: Array,
+    w2_EFL: Array,
+    activation: Activation,
+    tiling: tuple[int, int],
 ) -> Array:
     num_chosen = weights_PK.shape[1]
-    tiling = _tiling(weights_PK.size, w1_ELF.shape[0], w1_ELF.shape[1] + w1_ELF.shape[2])
     blocks = _cut(plan, *tiling)
     weights_N = weights_PK.reshape(-1).astype(jnp.float32)
 
@@ -217,15 +229,14 @@ def _blocked(
     return jax.lax.fori_loop(0, blocks.num_steps, step, out_PL)
 
 
-def _blocked_fwd(x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation):
+def _blocked_fwd(x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation, tiling):
     saved = (x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL)
-    return _blocked(*saved, activation), saved
+    return _blocked(*saved, activation, tiling), saved
 
 
-def _blocked_bwd(activation: Activation, saved: tuple, dout_PL: Array) -> tuple:
+def _blocked_bwd(activation: Activation, tiling: tuple[int, int], saved: tuple, dout_PL: Array) -> tuple:
     x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL = saved
     num_chosen = weights_PK.shape[1]
-    tiling = _tiling(weights_PK.size, w1_ELF.shape[0], w1_ELF.shape[1] + w1_ELF.shape[2])
     blocks = _cut(plan, *tiling)
     weights_N = weights_PK.reshape(-1).astype(jnp.float32)
     dtype = x_PL.dtype

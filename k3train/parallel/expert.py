@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from k3train.ops.grouped_matmul import Activation, expert_mlp, plan_groups
 from k3train.ops.routing import Routes, route
-from k3train.parallel.mesh import BATCH_AXES, current_mesh
+from k3train.parallel.mesh import BATCH_AXES, axis_size, current_mesh
 from k3train.parallel.rules import spec
 
 Array = jax.Array
@@ -92,7 +92,15 @@ def _own_experts(x_BSL, ids_BSK, weights_BSK, w1_ELF, w3_ELF, w2_EFL, *, activat
     ids_PK, weights_PK = (a.reshape(-1, a.shape[-1]) for a in (ids_BSK, weights_BSK))
     plan = plan_groups(ids_PK, num_experts)
     y_PL = expert_mlp(
-        x_PL, weights_PK, plan, w1_ELF, w3_ELF, w2_EFL, activation=activation, implementation=implementation
+        x_PL,
+        weights_PK,
+        plan,
+        w1_ELF,
+        w3_ELF,
+        w2_EFL,
+        activation=activation,
+        implementation=implementation,
+        expected_pairs=ids_PK.size // axis_size("expert"),
     )
     return y_PL.reshape(*x_BSL.shape[:-1], y_PL.shape[-1])
 
