@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from k3train.core.tree import Tree, leaves
@@ -118,7 +119,7 @@ class Checkpoints:
         """
         self.wait()
         assert step not in self.steps(), f"step {step} is already saved"
-        items: dict[str, Any] = {name: ocp.args.StandardSave(_nested(tree)) for name, tree in parts.items()}
+        items: dict[str, Any] = {name: ocp.args.PyTreeSave(_nested(tree)) for name, tree in parts.items()}
         items[_RECORD] = ocp.args.JsonSave(record)
         self._saving = step
         self._reporting(lambda: self._start(step, ocp.args.Composite(**items)))
@@ -152,14 +153,19 @@ class Checkpoints:
 
         Args:
             step: a complete step.
-            abstract: tree of ShapeDtypeStruct (with sharding, of any mesh) per part to read.
+            abstract: tree of ShapeDtypeStruct per part to read, with a sharding on any mesh; without one, the leaf
+                comes as a numpy array and needs no device.
 
         Raises:
             ValueError: no such checkpoint; or a leaf is missing, extra or of another shape or dtype (all are listed).
         """
         step = self.resolve(step)
         self._check_fit(step, abstract)
-        items = {name: ocp.args.StandardRestore(_nested(tree)) for name, tree in abstract.items()}
+        items = {}
+        for name, tree in abstract.items():
+            wanted = _nested(tree)
+            placed = ocp.checkpoint_utils.construct_restore_args(wanted)
+            items[name] = ocp.args.PyTreeRestore(wanted, restore_args=placed)
         restored = self._open().restore(self._folder(step), args=ocp.args.Composite(**items))
         return {name: _unnested(restored[name], tree) for name, tree in abstract.items()}
 
@@ -187,7 +193,14 @@ class Checkpoints:
 
     def _open(self) -> ocp.AsyncCheckpointer:
         if self._checkpointer is None:
-            handlers: dict[str, Any] = {name: ocp.StandardCheckpointHandler() for name in PARTS}
+            # Sharing out the writing of copies would compile a slice program for every shape and device.
+            arrays = ocp.type_handlers.ArrayHandler(use_replica_parallel=False)
+            registry = ocp.type_handlers.create_type_handler_registry(
+                (jax.Array, arrays), (np.ndarray, ocp.type_handlers.NumpyHandler())
+            )
+            handlers: dict[str, Any] = {
+                name: ocp.PyTreeCheckpointHandler(type_handler_registry=registry) for name in PARTS
+            }
             handlers[_RECORD] = ocp.JsonCheckpointHandler()
             self._checkpointer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler(**handlers))
         return self._checkpointer

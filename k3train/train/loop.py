@@ -6,8 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -63,7 +62,7 @@ def train(
     """
     resolved = phases.resolve(config)
     with (
-        _stop_requests() as stop,
+        _Stop() as stop,
         open_run_folder(workdir) as folder,
         Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
     ):
@@ -143,7 +142,11 @@ class _Run:
             if self.checkpoints.latest() is not None:
                 _say(f"saved in {self.folder.checkpoints}; the same command again continues from there")
             return UNFINISHED
-        self._say_done(sample(state) if sample is not None else "")
+        self.stop.close()  # there is nothing left to save
+        self._say_done()
+        if sample is not None:
+            _say(f"sample:\n{sample(state)}")
+        _say_places(self.folder, self.step, tensorboard=self.config.log.tensorboard)
         return DONE
 
     def _steps(self, state: TrainState) -> tuple[TrainState, str]:
@@ -226,15 +229,13 @@ class _Run:
         record = {"data": self.loader.get_state(), "tokens_seen": self.tokens, "config": config}
         self.checkpoints.save(self.step, _parts(state), record)
 
-    def _say_done(self, text: str) -> None:
+    def _say_done(self) -> None:
         took = metrics.duration(time.perf_counter() - self.began)
         _say(f"done: {self.step} steps, {self.tokens:,} tokens; this session took {took}")
         if "eval/loss" in self.last:
             counted = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
             counted = f" (counting alone: {counted})" if counted else ""
             _say(f"held-out loss {self.last['eval/loss']:.3f} nats per token{counted}")
-        _say(*([f"sample:\n{text}"] if text else []))
-        _say_places(self.folder, self.step, tensorboard=self.config.log.tensorboard)
 
 
 def _initial(program: Program, config: Config) -> TrainState:
@@ -339,34 +340,36 @@ def _say_places(folder: RunFolder, step: int, *, tensorboard: bool) -> None:
 # ---- asked to stop
 
 
-@dataclass
 class _Stop:
-    """Name of the signal that asked the run to stop; empty as long as none did."""
-
-    signal: str = ""
-
-
-@contextmanager
-def _stop_requests() -> Iterator[_Stop]:
-    """Ctrl-C and SIGTERM ask for a clean stop; a second Ctrl-C stops at once.
+    """While open, Ctrl-C and SIGTERM ask for a clean stop; a second Ctrl-C stops at once.
 
     Outside of the main thread signals are left alone.
+
+    Attributes:
+        signal: name of the signal that asked; empty as long as none did.
     """
-    stop = _Stop()
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
 
-    def ask(number: int, _: object) -> None:
-        if stop.signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stop.signal = signal.Signals(number).name
-        # not print: the signal may have come in the middle of one
-        os.write(2, f"\n{stop.signal}: finishing the step, then saving\n".encode())
+    def __init__(self) -> None:
+        self.signal = ""
+        self._before: dict[signal.Signals, Any] = {}
 
-    before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
+    def __enter__(self) -> "_Stop":
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Signals do again what they did before."""
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+        self._before = {}
+
+    def _ask(self, number: int, _: object) -> None:
+        if self.signal and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+        # not print: the signal may have come in the middle of one
+        os.write(2, f"\n{self.signal}: finishing the step, then saving\n".encode())
