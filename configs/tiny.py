@@ -27,5 +27,5 @@ def get_config():
     cfg.num_steps = 120
     cfg.eval.every = 60
     cfg.mesh.update(data=2, expert=4)
-    cfg.log.update(every=5, sample="def ")
+    cfg.log.update(every=5, sample="class Reader:\n    def __init__(self, ")
     return cfg

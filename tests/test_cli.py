@@ -74,7 +74,7 @@ def test_a_misspelt_knob(capsys):
         (["train", "--config", TINY, "--config.seed"], ["--config.seed needs a value"]),
         (["train", "--config", "configs/tinny.py"], ["configs/tinny.py not found", "configs/tiny.py"]),
         (["train", "--config", str(ROOT / "configs" / "k3.py")], ["the vision tower can be counted"]),
-        (["plan", "--config", TINY, "--config.model.num_layers=9"], ["missing: 8"]),
+        (["plan", "--config", TINY, "--config.model.num_layers=9"], ["must name layers 0 to 8", "missing: 6, 7, 8"]),
         (["plan", "--config", TINY, "--devices", "4"], ["needs 8 devices, there are 4"]),
         (["eval", "--workdir", "nowhere"], ["nowhere is not the folder of a run", "config.json"]),
         (["eval", "--workdir", "nowhere", "--config.seed=3"], ["eval takes no --config.* values"]),

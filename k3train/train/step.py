@@ -93,7 +93,7 @@ class Program:
         count = jnp.maximum(sums.tokens, 1.0)
         loss = sums.loss / count
         grads = jax.tree.map(lambda g: g / count, grads)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(grad_norm)
         if self.config.optim.grad_clip:
             factor = jnp.minimum(1.0, self.config.optim.grad_clip / jnp.maximum(grad_norm, 1e-12))
