@@ -52,14 +52,15 @@ def routed_experts(
 
     def on_device(x, ids, weights, w1, w3, w2):
         # Parameters arrive in their FSDP shards; gathering here makes the gradient a reduce-scatter.
-        w1, w3 = (jax.lax.all_gather(w, "data", axis=1, tiled=True) for w in (w1, w3))
-        w2 = jax.lax.all_gather(w2, "data", axis=2, tiled=True)
+        w1, w3 = (_gather(w, "data", axis=1) for w in (w1, w3))
+        w2 = _gather(w2, "data", axis=2)
         first = jax.lax.axis_index("expert") * w1.shape[0]
-        x, ids, weights = (jax.lax.all_gather(a, "expert", axis=0, tiled=True) for a in (x, ids, weights))
+        x, ids, weights = (_gather(a, "expert", axis=0) for a in (x, ids, weights))
         own_ids = jnp.where((ids >= first) & (ids < first + w1.shape[0]), ids - first, w1.shape[0])
         out = compute(x, own_ids, weights, w1, w3, w2)
-        out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
-        return jax.lax.psum(out, "tensor")
+        if axis_size("expert") > 1:
+            out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+        return jax.lax.psum(out, "tensor") if axis_size("tensor") > 1 else out
 
     num_rows = x_BSL.shape[0]
     tokens = [_pad_rows(a, fill) for a, fill in ((x_BSL, 0), (ids_BSK, w1_ELF.shape[0]), (weights_BSK, 0))]
@@ -83,6 +84,11 @@ def route_tokens(logits_BSE: Array, bias_E: Array, **kwargs: Any) -> Routes:
 
 
 _ROWS = PartitionSpec(BATCH_AXES)  # leading axis of everything that belongs to tokens
+
+
+def _gather(x: Array, mesh_axis: str, axis: int) -> Array:
+    """The pieces of all devices of a mesh axis; an axis of one device costs no exchange."""
+    return jax.lax.all_gather(x, mesh_axis, axis=axis, tiled=True) if axis_size(mesh_axis) > 1 else x
 
 
 def _own_experts(x_BSL, ids_BSK, weights_BSK, w1_ELF, w3_ELF, w2_EFL, *, activation, implementation):
