@@ -60,6 +60,7 @@ def train(
     Raises:
         ValueError: the configuration, the data or the folder cannot be used; nothing was written.
     """
+    began = time.perf_counter()
     resolved = phases.resolve(config)
     with (
         _Stop() as stop,
@@ -74,11 +75,13 @@ def train(
         program = Program(config, mesh)
         corpora = data.read_corpora(config.data)
         _check_vocabulary(config, corpora)
-        run = _Run(config, folder, checkpoints, program, stop, _loader(config, corpora), _heldout(config, corpora))
+        loaders = _loader(config, corpora), _heldout(config, corpora)
+        run = _Run(config, folder, checkpoints, program, stop, *loaders, began)
         state = run.restore() if latest is not None else _initial(program, config)
         folder.start(config, run.step)
         with log.to_file(folder.log):
-            _say(f"mesh: {mesh_text(config.mesh)} ({mesh.size} {mesh.devices.flat[0].platform} devices)", header)
+            devices = f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' if mesh.size > 1 else ''}"
+            _say(f"mesh: {mesh_text(config.mesh)} ({devices})", header)
             _say(*_command_line(config, sources or {}))
             _say(*(_continued(run, changes) if latest is not None else resolved))
             run.baselines = _say_data(config, corpora)
@@ -98,12 +101,12 @@ class _Run:
     stop: "_Stop"
     loader: TrainLoader
     heldout: EvalLoader | None
+    began: float  # by the clock of `time.perf_counter`
     step: int = 0
     tokens: int = 0  # trained tokens of all steps whose metrics have been read
     baselines: dict[str, float] = field(default_factory=dict)
     writer: metrics.Writer = field(init=False)
     clock: metrics.Clock = field(default_factory=metrics.Clock)
-    began: float = field(default_factory=time.perf_counter)
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
 
     def restore(self) -> TrainState:
@@ -154,6 +157,7 @@ class _Run:
         waiting: dict[str, jax.Array] | None = None  # metrics of the step before, still on the device
         saved = self.step
         reason = ""
+        _say("compiling the training step ...")
         while self.step < self.config.num_steps:
             if self.stop.signal:
                 reason = f"stopped by {self.stop.signal}"
@@ -194,6 +198,8 @@ class _Run:
         """Read the metrics of `step`, and log them if it is their turn; `state` is the one after it if it evaluates."""
         numbers = metrics.read(values)
         self.tokens += int(numbers["tokens"])
+        if not self.clock.started:
+            _say(f"first step after {metrics.duration(time.perf_counter() - self.began)}")
         self.clock.arrived(int(numbers["tokens"]))
         self._check_finite(step, numbers)
         if not self._logs(step):

@@ -95,6 +95,11 @@ class Clock:
         self._seconds = self._interval = 0.0
         self._steps = self._tokens = 0
 
+    @property
+    def started(self) -> bool:
+        """Whether a step is over."""
+        return self._last is not None
+
     def resume(self) -> None:
         """The time from here on counts again (after an evaluation, say)."""
         if self._last is not None:
