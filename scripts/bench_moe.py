@@ -139,8 +139,7 @@ def main() -> None:
                 run = ours(case, activation, skewed)
                 run()
                 turns = [
-                    (milliseconds(run), other.time(case, skewed) if other else float("nan"))
-                    for _ in range(args.rounds)
+                    (milliseconds(run), other.time(case, skewed) if other else float("nan")) for _ in range(args.rounds)
                 ]
                 mine, theirs = (median(column) for column in zip(*turns, strict=True))
                 ratio = median(a / b for a, b in turns)

@@ -1,11 +1,11 @@
 """The folder of a run: who may write it, what it is the folder of, where everything lies.
 
-    config.json      the resolved configuration (data, not code)
-    metrics.jsonl    one object per logged step
-    tensorboard/     the same numbers for TensorBoard
-    checkpoints/     one folder per saved step
-    log.txt          everything the run said, with the time
-    .lock            there while a process writes the folder
+config.json      the resolved configuration (data, not code)
+metrics.jsonl    one object per logged step
+tensorboard/     the same numbers for TensorBoard
+checkpoints/     one folder per saved step
+log.txt          everything the run said, with the time
+.lock            there while a process writes the folder
 """
 
 import errno

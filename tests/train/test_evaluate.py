@@ -46,8 +46,6 @@ def test_the_batch_size_does_not_matter(tmp_path):
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(f"held out {i} " * (3 + 2 * i))
     config = DataConfig(source="text", path=str(tmp_path), seq_len=16, eval_fraction=0.6, eval_batches=0)
-    found = [
-        evaluate(Counting(), {}, {}, make_eval_loader(replace(config, batch_size=size))) for size in (1, 3, 8, 64)
-    ]
+    found = [evaluate(Counting(), {}, {}, make_eval_loader(replace(config, batch_size=size))) for size in (1, 3, 8, 64)]
     assert found[0]["eval/tokens"] > 100
     assert found == found[:1] * 4
