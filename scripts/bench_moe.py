@@ -8,12 +8,9 @@ only our times are printed. Times are medians in milliseconds; `ratio` is the me
 """
 
 import argparse
-import json
-import subprocess
-import sys
-import time
-from statistics import median
 from types import SimpleNamespace
+
+from peer import Peer, compare, serve
 
 TOKENS = 2048
 #: experts, chosen, width, inner width
@@ -61,13 +58,13 @@ def ours(case: str, activation: str, skewed: bool):
     return lambda: jax.block_until_ready(step(*arguments))
 
 
-def peer(case: str, skewed: bool):
+def peer(asked: dict):
     """The same pass by Hugging Face's experts (silu gate)."""
     import torch
     from transformers.models.kimi_linear.modeling_kimi_linear import KimiLinearExperts
 
-    experts, chosen, width, inner = CASES[case]
-    ids, weights = routing(experts, chosen, skewed)
+    experts, chosen, width, inner = CASES[asked["case"]]
+    ids, weights = routing(experts, chosen, asked["skewed"])
     config = SimpleNamespace(
         num_local_experts=experts,
         hidden_size=width,
@@ -89,37 +86,6 @@ def peer(case: str, skewed: bool):
     return run
 
 
-def milliseconds(run) -> float:
-    start = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - start)
-
-
-def serve_peer() -> None:
-    """Reads {"case", "skewed"} lines, answers each with the time of one pass."""
-    runs = {}
-    for line in sys.stdin:
-        asked = json.loads(line)
-        key = (asked["case"], asked["skewed"])
-        if key not in runs:
-            runs.clear()
-            runs[key] = peer(*key)
-            runs[key]()
-        print(json.dumps(milliseconds(runs[key])), flush=True)
-
-
-class Peer:
-    def __init__(self, python: str):
-        command = [python, __file__, "--serve-peer"]
-        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def time(self, case: str, skewed: bool) -> float:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps({"case": case, "skewed": skewed}) + "\n")
-        self.process.stdin.flush()
-        return float(self.process.stdout.readline())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer-python", help="interpreter with torch and transformers")
@@ -127,22 +93,17 @@ def main() -> None:
     parser.add_argument("--serve-peer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve_peer:
-        return serve_peer()
+        return serve(peer)
 
     import jax
 
-    other = Peer(args.peer_python) if args.peer_python else None
+    other = Peer(args.peer_python, __file__) if args.peer_python else None
     print(f"jax {jax.__version__} on {jax.default_backend()}, {TOKENS} tokens, float32, forward + backward")
     for case in CASES:
         for skewed in (False, True):
             for activation in ("swiglu", "situ"):
                 run = ours(case, activation, skewed)
-                run()
-                turns = [
-                    (milliseconds(run), other.time(case, skewed) if other else float("nan")) for _ in range(args.rounds)
-                ]
-                mine, theirs = (median(column) for column in zip(*turns, strict=True))
-                ratio = median(a / b for a, b in turns)
+                mine, theirs, ratio = compare(run, other, {"case": case, "skewed": skewed}, args.rounds)
                 row = f"{case:28} {'skewed' if skewed else 'even':6} {activation:6}"
                 print(f"{row}: ours {mine:7.1f}  peer {theirs:7.1f}  ratio {ratio:.2f}", flush=True)
 
