@@ -106,7 +106,7 @@ def test_train_hands_over_and_returns_the_code_of_the_loop(room, code):
 
     def train(config, workdir, sources, *, header, sample):
         assert "routed experts" in header
-        assert sample(None) == "def main():"
+        assert sample(None) == config.log.sample + "main():"
         calls.append((config, workdir, sources))
         return code
 

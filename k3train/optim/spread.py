@@ -50,7 +50,8 @@ def on_whole_matrices(function: Callable[[jax.Array], jax.Array], x: jax.Array, 
     missing = -len(x) % _parts(layouts[-1][0])
     y = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
     for layout in layouts:
-        y = jax.lax.with_sharding_constraint(y, PartitionSpec(*layout))
+        # without the barrier XLA joins the all-to-alls of different leaves and then refuses their different shapes
+        y = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(y, PartitionSpec(*layout)))
     y = function(y)
     for layout in reversed(layouts):
         y = jax.lax.with_sharding_constraint(y, PartitionSpec(*layout))

@@ -31,7 +31,7 @@ def save(folder, micro, steps=(3,), without=()):
             model["params"] = model["params"] | {"embed": {"table": model["params"]["embed"]["table"] * step}}
             for part in without:
                 del model[part]
-            optimizer = {"opt_state": {"momentum": np.ones(3, np.float32)}, "step": np.int32(step)}
+            optimizer = {"opt_state": {"momentum": np.ones(3, np.float32)}, "step": np.asarray(step, np.int32)}
             checkpoints.save(step, {"model": model, "optimizer": optimizer}, {"data": {}})
 
 

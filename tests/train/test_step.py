@@ -30,7 +30,7 @@ def one_step(whole):
 
 
 def test_accumulation_on_a_mesh_changes_nothing(one_step):
-    parts = program({"data": 2, "expert": 2}, micro_batches=2)
+    parts = program({"data": 2, "expert": 4}, micro_batches=2)
     state, metrics = jax.device_get(parts.train_step(parts.init(), parts.put_batch(micro.batch())))
     wanted_state, wanted = one_step
     assert_close(metrics["loss"], wanted["loss"], "mesh loss")
