@@ -237,7 +237,7 @@ class _Run:
 
     def _say_done(self) -> None:
         took = metrics.duration(time.perf_counter() - self.began)
-        _say(f"done: {self.step} steps, {self.tokens:,} tokens; this session took {took}")
+        _say(f"done: {self.step} steps, {self.tokens:,} tokens, in {took} since this start")
         if "eval/loss" in self.last:
             counted = ", ".join(f"{name} {value:.3f}" for name, value in self.baselines.items())
             counted = f" (counting alone: {counted})" if counted else ""

@@ -64,9 +64,10 @@ def test_a_mesh_equals_one_device(sizes, one_device):
     assert_close(value, expected, "mesh loss")
     for got, want in zip(routers, wanted_routers, strict=True):
         np.testing.assert_array_equal(got.load, want.load)
-        # a margin within rounding of a bin border may fall on its other side
-        moved = np.abs(got.histogram - want.histogram).sum() // 2
-        assert moved <= 1e-3 * want.histogram.sum() and (got.histogram.sum(-1) == want.histogram.sum(-1)).all()
+        # float32 margins within rounding of a bin border may fall into the neighbouring bin: few, and never further
+        difference = got.histogram - want.histogram
+        moved = np.abs(difference).sum() // 2
+        assert moved <= 3 and np.abs(np.cumsum(difference, axis=-1)).sum() == moved
     assert_close(logits, wanted_logits, "op")
     wanted = dict(leaves(wanted))
     for path, grad in leaves(grads):
