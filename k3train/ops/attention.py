@@ -5,6 +5,8 @@ import jax.numpy as jnp
 
 #: Query positions handled at once: the logits held are [B, H, block, T].
 QUERY_BLOCK = 512
+#: Logits held at once per row and head when attending to a cache: query positions times keys of a tile.
+CACHE_LOGITS = 2**19
 
 
 def visible(query_index_BS, segment_BS, key_index_BT, segment_BT):
@@ -76,3 +78,65 @@ def causal_attention(
     out, max_logit = jax.lax.map(one_block, (split(q_BSHK), split(index), split(segment_ids_BS)))
     out = jnp.moveaxis(out, 0, 1).reshape(B, num_blocks * QUERY_BLOCK, *out.shape[3:])
     return out[:, :S], jnp.max(max_logit, axis=0)
+
+
+def latent_attention(
+    q_BSHR: jax.Array,
+    latent_BTR: jax.Array,
+    position_BS: jax.Array,
+    real_BS: jax.Array,
+    *,
+    scale: float,
+    value_width: int,
+    held_logits: int = CACHE_LOGITS,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of all heads to one cached row of latents, which are keys and values at once.
+
+    Keys come in tiles, and the softmax is carried from tile to tile: what is held does not grow with the cache, and
+    tiles beyond the last query are not visited. No gradient.
+
+    Args:
+        q_BSHR: queries, the key projection already moved onto them.
+        latent_BTR: keys; their first `value_width` channels are the values.
+        position_BS: int32 place of each query in its row; it sees keys up to and with that place.
+        real_BS: bool; False at padding, which sees nothing.
+        scale: factor on the logits.
+        held_logits: S times the keys of a tile.
+
+    Returns:
+        out [B, S, H, value_width] float32, zero at padding; largest logit per head, float32 [H].
+    """
+    B, S, H, _ = q_BSHR.shape
+    T = latent_BTR.shape[1]
+    tile = min(T, max(held_logits // S, 1))
+
+    def visit(number, carry):
+        top_BHS, total_BHS, out_BHSR = carry
+        first = number * tile
+        start = jnp.minimum(first, T - tile)  # the last tile may overlap the one before, whose keys count once
+        keys_BTR = jax.lax.dynamic_slice_in_dim(latent_BTR, start, tile, axis=1)
+        index_T = start + jnp.arange(tile)
+        mask_BST = (index_T >= first) & (index_T <= position_BS[..., None]) & real_BS[..., None]
+        mask = mask_BST[:, None]
+        logits = jnp.einsum("BSHR,BTR->BHST", q_BSHR, keys_BTR, preferred_element_type=jnp.float32) * scale
+        logits = jnp.where(mask, logits, -jnp.inf)
+        new_top_BHS = jnp.maximum(top_BHS, jnp.max(logits, axis=-1))
+        anchor_BHS = jnp.where(new_top_BHS == -jnp.inf, 0.0, new_top_BHS)
+        weights = jnp.exp(logits - anchor_BHS[..., None])
+        shrink_BHS = jnp.exp(top_BHS - anchor_BHS)
+        values_BTR = keys_BTR[..., :value_width]
+        added = jnp.einsum(
+            "BHST,BTR->BHSR", weights.astype(values_BTR.dtype), values_BTR, preferred_element_type=jnp.float32
+        )
+        total_BHS = total_BHS * shrink_BHS + jnp.sum(weights, axis=-1)
+        return new_top_BHS, total_BHS, out_BHSR * shrink_BHS[..., None] + added
+
+    nothing = jnp.zeros((B, H, S), jnp.float32)
+    carry = (nothing - jnp.inf, nothing, jnp.zeros((B, H, S, value_width), jnp.float32))
+    if tile == T:
+        top_BHS, total_BHS, out_BHSR = visit(0, carry)
+    else:
+        seen = jnp.max(jnp.where(real_BS, position_BS + 1, 0))
+        top_BHS, total_BHS, out_BHSR = jax.lax.fori_loop(0, (seen + tile - 1) // tile, visit, carry)
+    out_BHSR = out_BHSR / jnp.where(total_BHS == 0, 1.0, total_BHS)[..., None]
+    return jnp.swapaxes(out_BHSR, 1, 2), jnp.max(top_BHS, axis=(0, 2))

@@ -1,11 +1,15 @@
 """Causal attention inside documents against a per-document loop; largest logits; long rows in blocks."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from k3train.ops import attention
-from k3train.ops.attention import causal_attention
+from k3train.ops.attention import causal_attention, latent_attention
+from tests.tolerances import assert_close
 
 
 def literal(q, k, v, segments, scale):
@@ -66,3 +70,63 @@ def test_a_nan_query_is_visible_in_the_largest_logit():
     (q, k, v), segments = make()
     out, top = causal_attention(q.at[0, 3, 1].set(jnp.nan), k, v, segments, scale=0.3)
     assert bool(jnp.isnan(out[0, 3, 1]).all()) and bool(jnp.isnan(top[1])) and not bool(jnp.isnan(top[0]))
+
+
+VALUES = 6  # of 8 latent channels
+
+
+def cached(T=40):
+    """Two rows with 5 queries each: row 0 stands at 30, row 1 at 2 with two places of padding."""
+    rng = np.random.default_rng(1)
+    q, latent = rng.normal(size=(2, 5, 3, 8)), rng.normal(size=(2, T, 8))
+    position = np.array([30, 2])[:, None] + np.arange(5)
+    real = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]], bool)
+    return jnp.asarray(3 * q, jnp.float32), jnp.asarray(latent, jnp.float32), jnp.asarray(position), jnp.asarray(real)
+
+
+def literal_cached(q, latent, position, real, scale):
+    out, top = np.zeros((*q.shape[:3], VALUES)), np.full(q.shape[2], -np.inf)
+    for b, t in np.argwhere(real):
+        seen = latent[b, : position[b, t] + 1]
+        logits = scale * np.float64(q[b, t]) @ seen.T
+        top = np.maximum(top, logits.max(-1))
+        weights = np.exp(logits - logits.max(-1, keepdims=True))
+        out[b, t] = weights / weights.sum(-1, keepdims=True) @ seen[:, :VALUES]
+    return out, top
+
+
+@pytest.mark.parametrize("held", [5 * 40, 5 * 16, 5 * 7, 5 * 3, 1], ids=lambda held: f"tile {max(held // 5, 1)}")
+def test_cached_attention_in_tiles_of_keys_equals_the_loop(held):
+    """Tiles that divide the cache and tiles that do not, a tile without any visible key, keys one by one."""
+    q, latent, position, real = cached()
+    latent = latent.at[:, 36:].set(1e4)  # beyond every query: must not be seen
+    out, top = latent_attention(q, latent, position, real, scale=0.3, value_width=VALUES, held_logits=held)
+    expected, expected_top = literal_cached(*map(np.asarray, (q, latent, position, real)), 0.3)
+    assert_close(out, expected, "op")
+    assert_close(top, expected_top, "op")
+    nothing, none_seen = latent_attention(
+        q, latent, position, jnp.zeros_like(real), scale=0.3, value_width=VALUES, held_logits=held
+    )
+    assert not np.any(nothing) and bool(jnp.all(none_seen == -jnp.inf))
+
+
+def test_cached_attention_shows_a_nan():
+    q, latent, position, real = cached()
+    for held in (200, 35):
+        out, top = latent_attention(
+            q.at[0, 3, 1].set(jnp.nan), latent, position, real, scale=0.3, value_width=VALUES, held_logits=held
+        )
+        assert bool(jnp.isnan(out[0, 3, 1]).all()) and bool(jnp.isnan(top[1])) and int(jnp.isnan(out).sum()) == VALUES
+
+
+def test_cached_attention_holds_one_tile_of_logits():
+    """The compiler's temporaries do not grow with the cache."""
+
+    def temporaries(T):
+        shapes = (jnp.zeros((1, 64, 4, 24)), jnp.zeros((1, T, 24)), jnp.zeros((1, 64), int), jnp.ones((1, 64), bool))
+        attend = partial(latent_attention, scale=1.0, value_width=16, held_logits=2**13)
+        return jax.jit(attend).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
+
+    short, long = temporaries(256), temporaries(16_384)
+    assert long < short + 2**16, "64 queries and 4 heads times 16,384 keys would be 16 MiB"
+    assert long < 2**20
