@@ -17,13 +17,12 @@ from k3train.config.schema import ModelConfig
 from k3train.core.tree import leaves
 from k3train.model.k3 import blueprint
 from k3train.model.layout import slots
+from k3train.ops.mx import BLOCK
 
 #: Axes of ours that a release spreads over several tensors.
 STACKED = ("layers", "experts", "qkv")
 #: A_log of K3 is released with its length rounded up to a multiple of this, zeros beyond the heads.
 A_LOG_MULTIPLE = 128
-#: Weights per MXFP4 scale, along the input axis.
-MX_BLOCK = 32
 
 Slices = tuple[slice, ...]
 Read = Callable[[Slices], np.ndarray]  # the part of a released tensor within these ranges
@@ -346,6 +345,6 @@ def names(config: ModelConfig, layout: str, *, packed: bool = False) -> dict[str
 def packed_specs(entry: Entry) -> dict[str, Spec]:
     """What follows the name of a packed expert matrix, and the tensors of that name."""
     rows, cols = entry.shape
-    if cols % MX_BLOCK:
-        raise ValueError(f"{entry.name}: {cols} inputs cannot be packed, MXFP4 needs a multiple of {MX_BLOCK}")
-    return {"_packed": Spec((rows, cols // 2), "U8"), "_scale": Spec((rows, cols // MX_BLOCK), "U8")}
+    if cols % BLOCK:
+        raise ValueError(f"{entry.name}: {cols} inputs cannot be packed, MXFP4 needs a multiple of {BLOCK}")
+    return {"_packed": Spec((rows, cols // 2), "U8"), "_scale": Spec((rows, cols // BLOCK), "U8")}
