@@ -121,7 +121,13 @@ SOURCES = {
     "optim.warmup_fraction": "confirmed [report 3.3]",
     "optim.weight_decay": "confirmed [report 3.3]",
     "optim.grad_clip": OURS,
-    **{f"optim.muon_{name}": "lineage guess [Moonlight]" for name in ("momentum", "nesterov", "ns_steps", "scale")},
+    "optim.matrices": "confirmed [report 2.5]",
+    "optim.muon_heads": "confirmed [report 2.5]",
+    "optim.muon_kv_b": OURS,
+    **{
+        f"optim.muon_{name}": "lineage guess [Moonlight]"
+        for name in ("momentum", "nesterov", "ns_steps", "coefficients", "scale")
+    },
     **{f"optim.adam_{name}": "lineage guess [Moonlight]" for name in ("b1", "b2", "eps")},
     "optim.qk_clip_threshold": "lineage guess [K2]",
     "optim.balance": "confirmed [report 2.3.3]",

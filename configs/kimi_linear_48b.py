@@ -112,7 +112,13 @@ SOURCES = {
     "optim.warmup_fraction": OURS,
     "optim.weight_decay": OURS,
     "optim.grad_clip": OURS,
-    **{f"optim.muon_{name}": "lineage guess [Moonlight]" for name in ("momentum", "nesterov", "ns_steps", "scale")},
+    "optim.matrices": "undisclosed: our choice, as in K3",
+    "optim.muon_heads": "undisclosed: our choice, as in K3",
+    "optim.muon_kv_b": OURS,
+    **{
+        f"optim.muon_{name}": "lineage guess [Moonlight]"
+        for name in ("momentum", "nesterov", "ns_steps", "coefficients", "scale")
+    },
     **{f"optim.adam_{name}": "lineage guess [Moonlight]" for name in ("b1", "b2", "eps")},
     "optim.qk_clip_threshold": "lineage guess [K2]",
     "optim.balance": "undisclosed: our choice, as in K3",

@@ -141,6 +141,7 @@ def _parser() -> _Parser:
     plan = command("plan", _plan, "parameters and bytes per device of a configuration; needs no accelerator")
     _config_option(plan)
     plan.add_argument("--devices", type=int, metavar="N", help="refuse a mesh that is not of this size")
+    plan.add_argument("--optimizer", action="store_true", help="also print which optimizer moves which parameter")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
     import_hf = command("import-hf", _import_hf, "make a run folder from a released checkpoint")
@@ -239,6 +240,8 @@ def _plan(parsed: argparse.Namespace) -> int:
     print(f"mesh: {mesh_text(config.mesh)}\n\n{params.table(params.count(config))}\n\n{params.CONVENTION}\n")
     print(params.bytes_text(config))
     print(flops.text(config))
+    if parsed.optimizer:
+        print(f"\n{params.optimizer_text(config)}")
     return DONE
 
 

@@ -206,6 +206,19 @@ def test_plan_prints_the_counts(capsys):
     assert f"{found['parameters']['total']:,}" in capsys.readouterr().out
 
 
+def test_plan_prints_the_optimizer_of_every_parameter(capsys):
+    ablation = "--config.optim.muon_heads=whole"
+    assert cli.main(["plan", "--config", TINY, "--json", ablation]) == 0
+    rows = json.loads(capsys.readouterr().out)["optimizer"]
+    assert cli.main(["plan", "--config", TINY, "--optimizer", ablation]) == 0
+    said = capsys.readouterr().out
+    assert "one learning rate for all" in said and "5 simple Newton-Schulz steps" in said
+    for row in rows:
+        line = next(line for line in said.splitlines() if line.startswith(row["path"] + " "))
+        assert row["route"] in line and line.endswith(row["source"])
+    assert any(row["source"] == "[ablation] optim.muon_heads=whole" for row in rows)
+
+
 def test_show_config_prints_every_knob_with_its_source(capsys):
     assert cli.main(["show-config", "--config", str(ROOT / "configs" / "k3.py"), "--config.seed=9"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -2,13 +2,14 @@
 
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from k3train.config.schema import Config, MeshConfig, VisionConfig
 from k3train.core.param import AdamW, Muon, ParamInfo
 from k3train.core.tree import leaves
 from k3train.model.k3 import blueprint
+from k3train.optim import groups
 from k3train.parallel.rules import RULES
 
 #: Components of the blueprint that are not counted whole in the activated parameters.
@@ -88,7 +89,7 @@ def bytes_per_device(config: Config) -> dict[str, int]:
     Activations, router biases and counters are not in it.
     """
     held: dict[str, int] = {"parameters": 0, "optimizer": 0, "gradients": 0}
-    for _, info in leaves(blueprint(config.model).infos):
+    for _, info in leaves(groups.assigned(config.optim, blueprint(config.model).infos)):
         size = 4 * local_size(info, config.mesh)
         held["parameters"] += size
         held["gradients"] += size
@@ -137,7 +138,27 @@ def report(config: Config) -> dict[str, Any]:
         "activated_components": counts.activated_components,
         "stored_beside": counts.beside,
         "bytes_per_device": bytes_per_device(config),
+        "optimizer": [asdict(row) for row in optimizer_rows(config)],
     }
+
+
+def optimizer_rows(config: Config) -> list[groups.Row]:
+    """What moves each parameter of the configured model, router biases included (docs/k3.md section 3.2)."""
+    plan = blueprint(config.model)
+    return groups.table(config.optim, plan.infos, plan.abstract_bias)
+
+
+def optimizer_text(config: Config) -> str:
+    """`optimizer_rows` for people."""
+    optim = config.optim
+    head = (
+        f"one learning rate for all: warmup, then a cosine from {optim.peak_lr:g} to {optim.final_lr:g}; a step is "
+        f"p <- p - lr * (scale * direction + decay * p)\n"
+        f"Muon: momentum {optim.muon_momentum:g}{', Nesterov' if optim.muon_nesterov else ''}, {optim.muon_ns_steps} "
+        f"{optim.muon_coefficients} Newton-Schulz steps; AdamW: betas {optim.adam_b1:g} {optim.adam_b2:g}, "
+        f"epsilon {optim.adam_eps:g}; clip of MLA heads above {optim.qk_clip_threshold:g} (0: off)"
+    )
+    return f"{head}\n\n{groups.format_table(optimizer_rows(config))}"
 
 
 def table(counts: Counts) -> str:

@@ -193,6 +193,8 @@ def _run(config: Config) -> Iterator[str]:
     data, optim = config.data, config.optim
     if optim.final_lr > optim.peak_lr:
         yield f"optim.final_lr={optim.final_lr}: must be at most optim.peak_lr={optim.peak_lr}"
+    if optim.muon_coefficients == "quintic" and optim.muon_ns_steps != 5:
+        yield f"optim.muon_ns_steps={optim.muon_ns_steps}: optim.muon_coefficients=quintic are the 5 of one iteration"
     if data.source != "stdlib" and not data.path:
         yield f"data.path='': data.source={data.source} needs a file, a folder or a glob"
 
@@ -207,6 +209,10 @@ def _without_effect(config: Config) -> Iterator[str]:
         "model.attn_res_block_size": (
             model.attn_res != "block", f"model.attn_res={model.attn_res} has no blocks"
         ),
+        **{
+            f"optim.muon_{name}": (optim.matrices != "muon", f"optim.matrices={optim.matrices} leaves nothing to Muon")
+            for name in ("heads", "kv_b", "momentum", "nesterov", "ns_steps", "coefficients", "scale")
+        },
         "optim.balance_bins": (optim.balance == "none", "optim.balance=none moves no bias"),
         "eval.every": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),
         "data.eval_batches": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),

@@ -136,9 +136,18 @@ class OptimConfig:
     warmup_fraction: float = knob(0.01, "share of the steps that warm up linearly", "[report 3.3]")
     weight_decay: float = knob(0.1, "decoupled decay, multiplied by the learning rate", "[report 3.3]")
     grad_clip: float = knob(1.0, "global gradient norm above which gradients are scaled down; 0: off", "[lineage]")
+    matrices: str = knob("muon", "optimizer of the matrices; the rest has AdamW", "[report 2.5]", ("muon", "adamw"))
+    muon_heads: str = knob(
+        "apart", "query, key and value projections: one matrix a head, or whole", "[report 2.5]", ("apart", "whole")
+    )
+    muon_kv_b: str = knob("apart", "key and value half of MLA's kv_b: a matrix each, or one", OURS, ("apart", "joint"))
     muon_momentum: float = knob(0.95, "momentum", "[lineage] Moonlight")
     muon_nesterov: bool = knob(True, "Nesterov form of the momentum", "[lineage] Moonlight code")
     muon_ns_steps: int = knob(5, "Newton-Schulz iterations", "[lineage] Moonlight")
+    muon_coefficients: str = knob(
+        "simple", "of the iteration: equal steps, or five different ones that end nearer to 1", "[lineage] Moonlight",
+        ("simple", "quintic"),
+    )  # fmt: skip
     muon_scale: float = knob(0.2, "update RMS: factor of sqrt(max(rows, columns))", "[lineage] Moonlight")
     adam_b1: float = knob(0.9, "AdamW first moment", "[lineage] Moonlight")
     adam_b2: float = knob(0.95, "AdamW second moment", "[lineage] Moonlight")

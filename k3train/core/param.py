@@ -23,6 +23,14 @@ Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 
 
 @dataclass(frozen=True)
+class Joint:
+    """Part of what a release stores as one matrix: siblings of one `name` lie side by side along `axis`."""
+
+    name: str
+    axis: str
+
+
+@dataclass(frozen=True)
 class Muon:
     """Orthogonalise the matrix `rows` x `cols`; every axis not named is a batch of such matrices.
 
@@ -32,6 +40,7 @@ class Muon:
     rows: tuple[str, ...]
     cols: tuple[str, ...]
     source: str  # where the assignment comes from: docs/k3.md section 3.2
+    joint: Joint | None = None  # what it may be orthogonalised together with (`optim.muon_kv_b`)
 
 
 @dataclass(frozen=True)

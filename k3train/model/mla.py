@@ -5,11 +5,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from k3train.config.schema import ModelConfig
-from k3train.core.param import Clip, Maker, Muon
+from k3train.core.param import Clip, Joint, Maker, Muon
 from k3train.model.cache import MlaCache
 from k3train.model.init import matrix
 from k3train.model.norm import RMSNorm
-from k3train.ops.attention import causal_attention, latent_attention
+from k3train.ops.attention import causal_attention, masked_softmax
 from k3train.parallel.rules import shard
 
 PER_HEAD_Q = "[report 2.5] reading: q_b by Muon, head by head"
@@ -42,7 +42,7 @@ class MLA(nnx.Module):
             (D, R + P), ("embed", "rank"), init=matrix(config, D), route=Muon(("embed",), ("rank",), WHOLE)
         )
         self.kv_a_norm = RMSNorm(make, R, config.mla_norm_eps)
-        per_head = Muon(("rank_in",), ("head_dim",), PER_HEAD_KV)
+        per_head = Muon(("rank_in",), ("head_dim",), PER_HEAD_KV, Joint("kv_b", "head_dim"))
         self.k_b = make((R, H, N), ("rank_in", *head_axes), init=matrix(config, R), route=per_head, clip=clip_k)
         self.v_b = make((R, H, V), ("rank_in", *head_axes), init=matrix(config, R), route=per_head)
         if config.mla_output_gate:
@@ -108,12 +108,11 @@ class MLA(nnx.Module):
         latent_BTR = cache.latent.at[jnp.arange(B)[:, None], target_BS].set(row_BSR, mode="drop")
         content = jnp.einsum("BSHK,RHK->BSHR", q_BSHK[..., :N], self.k_b[...].astype(dtype))
         query = jnp.concatenate([content, q_BSHK[..., N:]], axis=-1)
-        mixed, max_logit = latent_attention(
-            query, latent_BTR, position_BS, segment_ids_BS > 0, scale=self.scale, value_width=R
-        )
-        out = jnp.einsum(
-            "BSHR,RHV->BSHV", mixed.astype(dtype), self.v_b[...].astype(dtype), preferred_element_type=jnp.float32
-        )
+        logits = jnp.einsum("BSHR,BTR->BHST", query, latent_BTR, preferred_element_type=jnp.float32) * self.scale
+        seen = jnp.arange(latent_BTR.shape[1])[None, None, :] <= position_BS[:, :, None]
+        weights, max_logit = masked_softmax(logits, seen & (segment_ids_BS > 0)[:, :, None])
+        mixed = jnp.einsum("BHST,BTR->BSHR", weights.astype(dtype), latent_BTR[..., :R])
+        out = jnp.einsum("BSHR,RHV->BSHV", mixed, self.v_b[...].astype(dtype), preferred_element_type=jnp.float32)
         return out, max_logit, MlaCache(latent_BTR)
 
     def _output(self, x_BSD, out_BSHV):

@@ -10,8 +10,8 @@ import optax
 from k3train.config.schema import OptimConfig
 from k3train.core.param import ParamInfo
 from k3train.core.tree import Tree, map_leaves
-from k3train.ops.newton_schulz import SIMPLE
-from k3train.optim import groups
+from k3train.ops.newton_schulz import QUINTIC, SIMPLE, Coefficients
+from k3train.optim import groups, joint
 from k3train.optim.qk_clip import QkClipState, muon_clip
 from k3train.optim.schedule import warmup_cosine
 from k3train.parallel.rules import spec
@@ -22,8 +22,13 @@ def schedule(config: OptimConfig, num_steps: int) -> optax.Schedule:
     return warmup_cosine(config.peak_lr, config.final_lr, config.warmup_fraction, num_steps)
 
 
+def coefficients(config: OptimConfig) -> Coefficients:
+    """Of the Newton-Schulz iteration."""
+    return QUINTIC if config.muon_coefficients == "quintic" else SIMPLE[:1] * config.muon_ns_steps
+
+
 def build(config: OptimConfig, infos: Tree, num_steps: int) -> optax.GradientTransformationExtraArgs:
-    """The optimizer for parameters described by `infos` (nested dict of `ParamInfo`).
+    """The optimizer for parameters that the model describes by `infos` (nested dict of `ParamInfo`).
 
     `update(grads, state, params, max_logits=None)`; see `qk_clip` for `max_logits`. Gradients come in already clipped
     to the global norm. Which parameter goes where: `groups.table`.
@@ -31,24 +36,26 @@ def build(config: OptimConfig, infos: Tree, num_steps: int) -> optax.GradientTra
     Raises:
         ValueError: a parameter without a route.
     """
-    groups.check(infos)
-    return muon_clip(
+    infos = groups.assigned(config, infos)
+    whole = joint.merged_infos(infos)
+    inner = muon_clip(
         schedule(config, num_steps),
-        groups.matrix_views(infos),
-        groups.clip_views(infos),
+        groups.matrix_views(whole),
+        groups.clip_views(whole),
         threshold=config.qk_clip_threshold or inf,
         weight_decay=config.weight_decay,
-        decay=map_leaves(groups.decays, infos),
-        frozen=map_leaves(groups.frozen, infos),
+        decay=map_leaves(groups.decays, whole),
+        frozen=map_leaves(groups.frozen, whole),
         momentum=config.muon_momentum,
         nesterov=config.muon_nesterov,
         scale=config.muon_scale,
-        specs=map_leaves(lambda info: spec(info.axes), infos),
-        coefficients=SIMPLE[:1] * config.muon_ns_steps,
+        specs=map_leaves(lambda info: spec(info.axes), whole),
+        coefficients=coefficients(config),
         adam_b1=config.adam_b1,
         adam_b2=config.adam_b2,
         adam_eps=config.adam_eps,
     )
+    return joint.on_merged(inner, infos)
 
 
 def learning_rate(config: OptimConfig, num_steps: int, opt_state: Any) -> jax.Array:
@@ -68,14 +75,21 @@ def _only(opt_state: Any, kind: type) -> Any:
     return found
 
 
-def state_shardings(infos: Tree, abstract_opt_state: Any, param_shardings: Tree, replicated: Any) -> Any:
+def state_shardings(
+    config: OptimConfig, infos: Tree, abstract_opt_state: Any, param_shardings: Tree, replicated: Any
+) -> Any:
     """Sharding of every leaf of the optimizer state: moments like their parameter, counters replicated.
 
     Args:
+        infos: as given to `build`.
         abstract_opt_state: `jax.eval_shape(tx.init, params)`.
         param_shardings: tree like `infos`.
         replicated: the sharding of counters.
     """
+
+    infos = groups.assigned(config, infos)
+    param_shardings = joint.merged(infos, param_shardings, joint.first)
+    infos = joint.merged_infos(infos)
 
     def moments(state: Any, info: Tree | ParamInfo, sharding: Any) -> Any:
         if isinstance(info, dict):

@@ -83,7 +83,7 @@ class Program:
         everywhere: Any = self._everywhere
         params = param_shardings(self.blueprint.infos, self.mesh)
         opt_state = jax.eval_shape(self.optimizer.init, self.blueprint.abstract_params)
-        opt_state = build.state_shardings(self.blueprint.infos, opt_state, params, everywhere)
+        opt_state = build.state_shardings(self.config.optim, self.blueprint.infos, opt_state, params, everywhere)
         bias = jax.tree.map(lambda _: everywhere, self.blueprint.abstract_bias)
         return TrainState(params, opt_state, bias, everywhere, everywhere, everywhere)
 

@@ -89,6 +89,8 @@ def test_model(values, message):
         ({"mesh__context": 4}, "mesh.context=4: this axis is not usable yet, only 1 is accepted"),
         ({"vision__num_layers": 2}, "vision.num_layers=2: the vision tower can be counted but not trained yet"),
         ({"optim__final_lr": 1.0}, "optim.final_lr=1.0: must be at most optim.peak_lr=0.002"),
+        ({"optim__matrices": "adamw", "optim__muon_heads": "whole"}, "optim.muon_heads=whole: has no effect here"),
+        ({"optim__muon_coefficients": "quintic", "optim__muon_ns_steps": 6}, "optim.muon_ns_steps=6: optim.muon_coef"),
         ({"optim__balance": "none", "optim__balance_bins": 50}, "optim.balance_bins=50: has no effect"),
         ({"data__eval_fraction": 0.0, "eval__every": 3}, "eval.every=3: has no effect"),
         ({"data__source": "text"}, "data.path='': data.source=text needs a file"),
