@@ -9,7 +9,7 @@ from k3train.core.param import Clip, Joint, Maker, Muon
 from k3train.model.cache import MlaCache
 from k3train.model.init import matrix
 from k3train.model.norm import RMSNorm
-from k3train.ops.attention import causal_attention, masked_softmax
+from k3train.ops.attention import causal_attention, latent_attention
 from k3train.parallel.rules import shard
 
 PER_HEAD_Q = "[report 2.5] reading: q_b by Muon, head by head"
@@ -108,11 +108,12 @@ class MLA(nnx.Module):
         latent_BTR = cache.latent.at[jnp.arange(B)[:, None], target_BS].set(row_BSR, mode="drop")
         content = jnp.einsum("BSHK,RHK->BSHR", q_BSHK[..., :N], self.k_b[...].astype(dtype))
         query = jnp.concatenate([content, q_BSHK[..., N:]], axis=-1)
-        logits = jnp.einsum("BSHR,BTR->BHST", query, latent_BTR, preferred_element_type=jnp.float32) * self.scale
-        seen = jnp.arange(latent_BTR.shape[1])[None, None, :] <= position_BS[:, :, None]
-        weights, max_logit = masked_softmax(logits, seen & (segment_ids_BS > 0)[:, :, None])
-        mixed = jnp.einsum("BHST,BTR->BSHR", weights.astype(dtype), latent_BTR[..., :R])
-        out = jnp.einsum("BSHR,RHV->BSHV", mixed, self.v_b[...].astype(dtype), preferred_element_type=jnp.float32)
+        mixed, max_logit = latent_attention(
+            query, latent_BTR, position_BS, segment_ids_BS > 0, scale=self.scale, value_width=R
+        )
+        out = jnp.einsum(
+            "BSHR,RHV->BSHV", mixed.astype(dtype), self.v_b[...].astype(dtype), preferred_element_type=jnp.float32
+        )
         return out, max_logit, MlaCache(latent_BTR)
 
     def _output(self, x_BSD, out_BSHV):
