@@ -48,13 +48,15 @@ def newton_schulz(
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True)) + eps)
     if tall:  # A = X X^T is then the smaller of the two products
         x = x.mT
+    identity = jnp.eye(x.shape[-2], dtype=dtype)
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
 
     def step(x, abc):
         a, b, c = abc
         gram = jnp.matmul(x, x.mT, precision=precision)
-        polynomial = b * gram + c * jnp.matmul(gram, gram, precision=precision)
-        return a * x + jnp.matmul(polynomial, x, precision=precision), None
+        # a x is in the product: one sweep over x less
+        polynomial = a * identity + b * gram + c * jnp.matmul(gram, gram, precision=precision)
+        return jnp.matmul(polynomial, x, precision=precision), None
 
     x, _ = lax.scan(step, x.astype(dtype), jnp.asarray(coefficients, dtype))
     return (x.mT if tall else x).astype(jnp.float32)

@@ -21,12 +21,12 @@ import optax
 from jax.sharding import PartitionSpec
 
 from k3train.ops.newton_schulz import SIMPLE, Coefficients, from_matrices, newton_schulz, to_matrices
-from k3train.optim.spread import mesh_axes, num_devices, on_whole_matrices
+from k3train.parallel.spread import mesh_axes, num_devices, on_whole_matrices
 
 Tree = Any  # any pytree
 
 #: Leaves of equal matrix shape are joined up to this many numbers a device: fewer and fuller products, bounded memory.
-BATCH_ELEMENTS = 2**28
+BATCH_ELEMENTS = 2**22
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def _orthogonalise(leaves: list, views: list, specs: list, options: dict[str, An
     for (_, split), parts in groups.items():
         for part in parts:
             together = jnp.concatenate([batches[index].matrices for index in part])
-            together = run(together) if split is None else on_whole_matrices(run, together, split)
+            together = on_whole_matrices(run, together, split)
             ends = np.cumsum([len(batches[index].matrices) for index in part])[:-1]
             for index, result in zip(part, jnp.split(together, ends), strict=True):
                 done[index] = batches[index].undo(result)
@@ -150,7 +150,7 @@ def scale_by_muon(
         coefficients, eps, dtype: see `ops.newton_schulz.newton_schulz`.
         specs: tree like params of `PartitionSpec`: how leaves are split over the mesh of `jax.set_mesh`. Not needed for
             a correct update; with it, stacked layers are spread over the devices so that each works on whole matrices
-            (`optim/spread.py`).
+            (`parallel/spread.py`).
 
     Raises:
         ValueError: a view that does not fit its leaf.
