@@ -3,10 +3,10 @@
     python scripts/bench_step.py [--peer-python PATH] [--rounds N]
 
 Eight layers, KDA KDA KDA MLA twice, width 256, 16 experts top-4, first layer dense, about 31 M parameters, 4 rows of
-512 tokens, float32, one device. Ours runs twice: with the peer's architecture (plain MoE, SwiGLU, softplus gate, no
-attention residuals) and with K3's own, both with Muon, AdamW, QK-clip and quantile balancing. `ratio` is ours / peer in
-tokens per second, the median over turns taken one after the other. `--peer-python`: an interpreter with torch and
-transformers.
+512 tokens, float32, one device. Ours runs three times: with the peer's architecture (plain MoE, SwiGLU, softplus gate,
+no attention residuals) and its optimizer, AdamW; with the peer's architecture and K3's optimizer (Muon, QK-clip); and
+with K3's own architecture and optimizer. Quantile balancing is always on. `ratio` is ours / peer in tokens per second,
+the median over turns taken one after the other. `--peer-python`: an interpreter with torch and transformers.
 """
 
 import argparse
@@ -30,6 +30,11 @@ PEER_SWITCHES = {
     "num_shared_experts": 1,
 }
 K3_SWITCHES = {"mla_q_lora_rank": 128, "attn_res_block_size": 4, "moe_latent_size": 256, "num_shared_experts": 2}
+CASES = (
+    ("peer's architecture, AdamW", PEER_SWITCHES, "adamw"),
+    ("peer's architecture, Muon", PEER_SWITCHES, "muon"),
+    ("K3's architecture, Muon", K3_SWITCHES, "muon"),
+)
 
 
 def tokens():
@@ -38,12 +43,12 @@ def tokens():
     return np.random.default_rng(0).integers(0, VOCAB, (ROWS, SEQ))
 
 
-def ours(switches: dict):
+def ours(switches: dict, matrices: str):
     """One optimizer step as a function, and the number of parameters."""
     import jax
     import numpy as np
 
-    from k3train.config.schema import Config, DataConfig, ModelConfig
+    from k3train.config.schema import Config, DataConfig, ModelConfig, OptimConfig
     from k3train.core.tree import leaves
     from k3train.parallel.mesh import make_mesh
     from k3train.train.step import Program
@@ -54,7 +59,8 @@ def ours(switches: dict):
         mla_num_heads=4, mla_kv_lora_rank=64, mla_qk_nope_head_dim=64, mla_qk_rope_head_dim=32, mla_v_head_dim=64,
         num_experts=16, num_experts_per_token=4, moe_intermediate_size=256, **switches,
     )  # fmt: skip
-    config = Config(model=model, data=DataConfig(seq_len=SEQ, batch_size=ROWS), num_steps=1000)
+    optim = OptimConfig(matrices=matrices)
+    config = Config(model=model, data=DataConfig(seq_len=SEQ, batch_size=ROWS), optim=optim, num_steps=1000)
     program = Program(config, make_mesh({}, jax.devices()[:1]))
     ids = tokens().astype(np.int32)
     rows = {
@@ -112,15 +118,15 @@ def main() -> None:
 
     other = Peer(args.peer_python, __file__) if args.peer_python else None
     print(f"jax {jax.__version__} on {jax.default_backend()}, {ROWS} x {SEQ} tokens, float32")
-    for name, switches in (("Kimi-Linear's switches", PEER_SWITCHES), ("K3's switches", K3_SWITCHES)):
+    for name, switches, matrices in CASES:
         start = time.perf_counter()
-        run, parameters = ours(switches)
+        run, parameters = ours(switches, matrices)
         run()
         first = time.perf_counter() - start
         mine, theirs, ratio = compare(run, other, {}, args.rounds)
         rate = 1e3 * ROWS * SEQ / mine
         print(
-            f"{name:24} {parameters / 1e6:5.1f} M parameters  first step {first:5.1f} s  step {mine:7.0f} ms"
+            f"{name:30} {parameters / 1e6:5.1f} M parameters  first step {first:5.1f} s  step {mine:7.0f} ms"
             f"  peer {theirs:7.0f} ms  {rate:6.0f} tokens/s  ratio {1 / ratio:.2f}",
             flush=True,
         )
