@@ -8,7 +8,8 @@ Every matrix of a batch is treated alone. Batch axes are never merged or reorder
 devices, each device works on the matrices that it holds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import jax
@@ -27,6 +28,11 @@ QUINTIC: Coefficients = (
     (2.8769, -3.1427, 1.2046),
     (2.8366, -3.0525, 1.2012),
 )
+
+#: Matrices at least this many times longer than wide take several steps as one polynomial in A ...
+LONG = 2
+#: ... but not more than this: A then comes from X anew, or the error of small singular values would grow.
+JOINT_STEPS = 3
 
 
 def newton_schulz(
@@ -48,18 +54,38 @@ def newton_schulz(
     x = x / (jnp.sqrt(jnp.sum(x * x, axis=(-2, -1), keepdims=True)) + eps)
     if tall:  # A = X X^T is then the smaller of the two products
         x = x.mT
-    identity = jnp.eye(x.shape[-2], dtype=dtype)
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 else lax.Precision.DEFAULT
-
-    def step(x, abc):
-        a, b, c = abc
-        gram = jnp.matmul(x, x.mT, precision=precision)
-        # a x is in the product: one sweep over x less
-        polynomial = a * identity + b * gram + c * jnp.matmul(gram, gram, precision=precision)
-        return jnp.matmul(polynomial, x, precision=precision), None
-
-    x, _ = lax.scan(step, x.astype(dtype), jnp.asarray(coefficients, dtype))
+    full = dtype == jnp.float32
+    matmul = partial(jnp.matmul, precision=lax.Precision.HIGHEST if full else lax.Precision.DEFAULT)
+    steps = _jointly if full and x.shape[-1] >= LONG * x.shape[-2] else _one_by_one
+    x = steps(x.astype(dtype), coefficients, matmul)
     return (x.mT if tall else x).astype(jnp.float32)
+
+
+def _polynomial(gram: jax.Array, abc, matmul: Callable) -> jax.Array:
+    """a + b A + c A^2. The term a is in it, so that no sweep over X is needed for a X."""
+    a, b, c = abc
+    return a * jnp.eye(gram.shape[-1], dtype=gram.dtype) + b * gram + c * matmul(gram, gram)
+
+
+def _one_by_one(x: jax.Array, coefficients: Coefficients, matmul: Callable) -> jax.Array:
+    def step(x, abc):
+        return matmul(_polynomial(matmul(x, x.mT), abc, matmul), x), None
+
+    return lax.scan(step, x, jnp.asarray(coefficients, x.dtype))[0]
+
+
+def _jointly(x: jax.Array, coefficients: Coefficients, matmul: Callable) -> jax.Array:
+    """The same steps, a few at a time as one polynomial in A: products with the long X are the dear ones."""
+    for start in range(0, len(coefficients), JOINT_STEPS):
+        gram = matmul(x, x.mT)
+        first, *others = coefficients[start : start + JOINT_STEPS]
+        polynomial = product = _polynomial(gram, first, matmul)
+        for abc in others:
+            gram = matmul(polynomial, matmul(gram, polynomial))  # what A has become by the step before
+            polynomial = _polynomial(gram, abc, matmul)
+            product = matmul(polynomial, product)
+        x = matmul(product, x)
+    return x
 
 
 def to_matrices(x: jax.Array, rows: Sequence[int], cols: Sequence[int]) -> jax.Array:

@@ -100,3 +100,16 @@ def test_matrix_views_come_back(rows, cols):
     assert matrices.shape == wanted_shape
     np.testing.assert_array_equal(np.asarray(matrices).ravel(), x.transpose(*batch, *rows, *cols).ravel())
     np.testing.assert_array_equal(from_matrices(matrices, x.shape, rows, cols), x)
+
+
+@pytest.mark.parametrize("decades", [0, 2, 6])
+def test_long_matrices_keep_small_singular_values(decades):
+    """Several steps at once must not lose what a matrix with singular values over many decades has at its small end."""
+    rng = np.random.default_rng(decades)
+    left, _ = np.linalg.qr(rng.normal(size=(64, 64)))
+    right, _ = np.linalg.qr(rng.normal(size=(256, 64)))
+    x = left * np.logspace(0, -decades, 64) @ right.T
+    for matrix in (x, x.T):
+        got = np.asarray(newton_schulz(jnp.asarray(matrix, jnp.float32)), np.float64)
+        wanted = reference(matrix, SIMPLE)
+        assert np.abs(got - wanted).max() < 3e-5 * np.abs(wanted).max()
