@@ -147,6 +147,18 @@ def _parser() -> _Parser:
     import_hf = command("import-hf", _import_hf, "make a run folder from a released checkpoint")
     import_hf.add_argument("source", type=Path, metavar="SOURCE_DIR", help="folder with safetensors and config.json")
     import_hf.add_argument("--workdir", type=Path, required=True, help="run folder to make")
+    import_hf.add_argument(
+        "--ignore-fields", type=_names, default=(), metavar="NAMES",
+        help="fields of config.json to pass over although they are not understood, with commas between",
+    )  # fmt: skip
+
+    export_hf = command("export-hf", _export_hf, "write a checkpoint of a run as a released one")
+    export_hf.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="folder to make; must be empty if there")
+    _run_options(export_hf)
+    export_hf.add_argument("--experts", metavar="KIND", help="mxfp4, bf16 or f32; default: as imported")
+    export_hf.add_argument(
+        "--layout", metavar="NAME", help="k3, kimi_linear or transformers; default: as imported, or what the model fits"
+    )
 
     data = command("data", _data, "show rows as the model will see them")
     _config_option(data)
@@ -170,6 +182,10 @@ def _devices_option(parser: argparse.ArgumentParser) -> None:
 def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdir", type=Path, required=True, help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to use; default: the newest")
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, text.split(",")))
 
 
 def _load(parsed: argparse.Namespace) -> tuple[Config, dict[str, str]]:
@@ -248,7 +264,14 @@ def _plan(parsed: argparse.Namespace) -> int:
 def _import_hf(parsed: argparse.Namespace) -> int:
     from k3train.checkpoint.hf_import import import_hf
 
-    import_hf(parsed.source, parsed.workdir)
+    import_hf(parsed.source, parsed.workdir, ignore=parsed.ignore_fields)
+    return DONE
+
+
+def _export_hf(parsed: argparse.Namespace) -> int:
+    from k3train.checkpoint.hf_export import export_hf
+
+    export_hf(parsed.workdir, parsed.output, experts=parsed.experts, layout=parsed.layout, step=parsed.step)
     return DONE
 
 

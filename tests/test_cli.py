@@ -64,7 +64,8 @@ def test_a_misspelt_knob(capsys):
     ("arguments", "parts"),
     [
         (["trian"], ["no command trian", "did you mean train?", "show-config"]),
-        (["export-hf"], ["no command export-hf", "import-hf"]),
+        (["export"], ["no command export", "export-hf"]),
+        (["export-hf", "--workdir", "nowhere", "out"], ["nowhere is not the folder of a run", "config.json"]),
         (["train"], ["required: --config"]),
         (["train", "--config", TINY, "--worksdir", "x"], ["does not know --worksdir", "did you mean --workdir?"]),
         (["train", "--config", TINY, "--devices", "many"], ["--devices", "'many'"]),
@@ -144,9 +145,17 @@ def test_eval_and_generate_use_the_run(room, run_folder, capsys):
 
 def test_import_hands_over(room, tmp_path):
     calls = []
-    room("k3train.checkpoint.hf_import", import_hf=lambda source, workdir: calls.append((source, workdir)))
+    room("k3train.checkpoint.hf_import", import_hf=lambda *paths, ignore: calls.append((*paths, ignore)))
     assert cli.main(["import-hf", "model", "--workdir", str(tmp_path)]) == 0
-    assert calls == [(Path("model"), tmp_path)]
+    assert cli.main(["import-hf", "model", "--workdir", str(tmp_path), "--ignore-fields", "a,text_config.b"]) == 0
+    assert calls == [(Path("model"), tmp_path, ()), (Path("model"), tmp_path, ("a", "text_config.b"))]
+
+
+def test_export_hands_over(room, tmp_path):
+    calls = []
+    room("k3train.checkpoint.hf_export", export_hf=lambda *paths, **options: calls.append((*paths, options)))
+    assert cli.main(["export-hf", "--workdir", str(tmp_path), "out", "--experts", "mxfp4", "--step", "3"]) == 0
+    assert calls == [(tmp_path, Path("out"), {"experts": "mxfp4", "layout": None, "step": 3})]
 
 
 def raise_ours(*_, **__):

@@ -1,14 +1,14 @@
 """`config.json` of a released checkpoint as our model configuration (docs/k3.md sections 1.2 and 1.9)."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from k3train.checkpoint.safetensors_reader import plain_file
 from k3train.config.check import ConfigError
-from k3train.config.schema import ModelConfig
+from k3train.config.schema import ModelConfig, VisionConfig
 
 FILE = "config.json"
 
@@ -44,13 +44,28 @@ FIXED: dict[str, tuple[Any, str]] = {
     "attention_dropout": (0.0, "no dropout"),
 }
 
+#: `vision_config`, released name -> knob. Its other values are not used: the tower is carried along, not built.
+VISION = {
+    "vt_num_hidden_layers": "num_layers",
+    "vt_hidden_size": "hidden_size",
+    "vt_intermediate_size": "intermediate_size",
+    "vt_num_attention_heads": "num_heads",
+    "qkv_hidden_size": "qkv_size",
+    "patch_size": "patch_size",
+    "init_pos_emb_height": "pos_emb_height",
+    "init_pos_emb_width": "pos_emb_width",
+    "init_pos_emb_time": "pos_emb_time",
+}
+
 #: Understood, and without effect on the weights or on what the model computes.
 WITHOUT_EFFECT = frozenset(
-    "architectures model_type transformers_version auto_map _name_or_path use_cache return_dict "
-    "bos_token_id eos_token_id ignore_index media_placeholder_token_id image_placeholder "
+    "architectures model_type transformers_version auto_map tokenizer_class _name_or_path use_cache return_dict "
+    "_attn_implementation bos_token_id eos_token_id ignore_index media_placeholder_token_id image_placeholder "
     "rope_theta rope_scaling rope_parameters head_dim qk_head_dim max_position_embeddings model_max_length "
-    "use_grouped_topk pretraining_tp output_router_logits quantization_config vision_config".split()
+    "use_grouped_topk pretraining_tp output_router_logits quantization_config".split()
 )
+#: model_type of the file, and of its `text_config` where it has one.
+MODEL_TYPES = {False: "kimi_linear", True: "kimi_k3"}
 ACTIVATIONS = {"situ": "situ", "silu": "swiglu"}
 _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
     int: ("a whole number", lambda x: type(x) is int),
@@ -64,10 +79,11 @@ _KINDS: dict[Any, tuple[str, Callable[[Any], bool]]] = {
 
 
 class ReadConfig(NamedTuple):
-    """The model, and the fields of the file that nothing here understands."""
+    """The models of the file; a `vision` of no layers is none. `tree`: the file itself."""
 
     model: ModelConfig
-    not_understood: list[str]
+    vision: VisionConfig
+    tree: dict[str, Any]
 
 
 class _Fields:
@@ -102,50 +118,91 @@ class _Fields:
         return kind()
 
     def left(self) -> list[str]:
-        return [self.prefix + key for key in self.values if key not in self.seen | WITHOUT_EFFECT]
+        """Fields that say something and that nobody asked for."""
+        return [self.prefix + key for key in self.values if key in self and key not in self.seen | WITHOUT_EFFECT]
 
 
-def read_config(folder: str | Path) -> ReadConfig:
+def read_config(folder: str | Path, ignore: Collection[str] = ()) -> ReadConfig:
     """The model that `config.json` describes: K3's (nested in `text_config`) or Kimi-Linear's.
 
-    The length of A_log is not in the file; `kda_a_log_length` stays 0 here.
+    The length of A_log is not in the file; `kda_a_log_length` stays 0 here. Code that `auto_map` names is not read.
+
+    Args:
+        folder: of the checkpoint.
+        ignore: fields to pass over although they are not understood, each as `text_config.name`.
 
     Raises:
-        ConfigError: no such file, not JSON, a field is missing, of a wrong type, or asks for another model. All
-            problems are named.
+        ConfigError: no such file, not JSON, a field is missing, of a wrong type, not understood, or asks for another
+            model. All problems are named.
     """
-    path = Path(folder) / FILE
+    path = plain_file(Path(folder), FILE)
     try:
-        tree = json.loads(plain_file(Path(folder), FILE).read_text(encoding="utf-8"))
+        tree = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from error
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}: line {error.lineno} is not JSON ({error.msg})") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not UTF-8 text") from error
+    return read_tree(tree, str(path), ignore)
+
+
+def read_tree(tree: Any, where: str, ignore: Collection[str] = ()) -> ReadConfig:
+    """`read_config` of what the file holds; `where` names it in messages."""
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: must hold one JSON object")
+        raise ConfigError(f"{where}: must hold one JSON object")
     problems: list[str] = []
-    read = _model(tree, problems)
+    model, vision, left = _models(tree, problems)
+    unknown = [name for name in left if name not in ignore]
+    if unknown:
+        problems.append(
+            f"fields that are not understood, each of which may mean another model: {', '.join(unknown)}; "
+            f"--ignore-fields {','.join(unknown)} passes over them"
+        )
+    if idle := [name for name in ignore if name not in left]:
+        problems.append(f"--ignore-fields names what it need not: {', '.join(idle)}")
     if problems:
-        raise ConfigError("\n".join(f"{path}: {problem}" for problem in problems))
-    return read
+        raise ConfigError("\n".join(f"{where}: {problem}" for problem in problems))
+    return ReadConfig(ModelConfig(**model), VisionConfig(**vision), tree)
 
 
-def _model(tree: dict[str, Any], problems: list[str]) -> ReadConfig:
+def _models(tree: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+    """(knobs of the text model, of the vision tower, fields that nobody asked for)."""
     outer = _Fields(tree, "", problems)
     nested = isinstance(tree.get("text_config"), dict)
     text = _Fields(tree["text_config"], "text_config.", problems) if nested else outer
     linear = _linear(text)
     kinds = {f.name: f.type for f in fields(ModelConfig)}
     values = {knob: text.need(key, kinds[knob]) for key, knob in SAME.items()}
-    values |= _mixers(linear, text, values["num_layers"]) | _channels(text, values["num_layers"]) | _options(text)
+    values |= _mixers(linear, text, values["num_layers"]) | _channels(text, values["num_layers"])
+    values |= _options(text, outer)
+    vision = _vision(outer, values["hidden_size"])
     levels = [outer, text, linear] if nested else [outer, linear]
     for level in levels[:-1]:
         _refuse_other_models(level, values["mla_num_heads"])
+    for level, known in ((outer, MODEL_TYPES[nested]), (text, MODEL_TYPES[False])):
+        said = level.maybe("model_type", str, known)
+        if said != known:
+            problems.append(f"{level.prefix}model_type={said!r}: must be {known}; code of a checkpoint is never run")
     if nested:  # said again inside
         outer.seen |= {"text_config", "dtype", "torch_dtype", "pad_token_id"}
-    if problems:
-        return ReadConfig(ModelConfig(), [])
-    return ReadConfig(ModelConfig(**values), [name for level in levels for name in level.left()])
+    return values, vision, [name for level in levels for name in level.left()]
+
+
+def _vision(outer: _Fields, text_width: int) -> dict[str, Any]:
+    """Sizes of the tower and projector; none of them without a `vision_config`."""
+    section = outer.maybe("vision_config", dict, None)
+    if section is None:
+        return {"num_layers": 0}
+    vision = _Fields(section, "vision_config.", outer.problems)
+    values = {knob: vision.need(key, int) for key, knob in VISION.items()}
+    merge = vision.need("merge_kernel_size", list[int])
+    for key, wanted in (("mm_hidden_size", values["hidden_size"]), ("text_hidden_size", text_width)):
+        if vision.maybe(key, int, wanted) != wanted:
+            outer.problems.append(f"{vision.prefix}{key}={section[key]}: must be {wanted}")
+    if len(set(merge)) != 1:
+        outer.problems.append(f"{vision.prefix}merge_kernel_size={merge}: must be one number twice")
+    return values | {"merge_size": merge[0] if merge else 1}
 
 
 def _linear(text: _Fields) -> _Fields:
@@ -216,13 +273,14 @@ def _channels(text: _Fields, num_layers: int) -> dict[str, Any]:
     }
 
 
-def _options(text: _Fields) -> dict[str, Any]:
+def _options(text: _Fields, outer: _Fields) -> dict[str, Any]:
     """What K3 has and Kimi-Linear lacks, and how numbers are stored."""
     act = text.need("hidden_act", str)
     if act not in ACTIVATIONS:
         text.problems.append(f"{text.prefix}hidden_act={act!r}: must be {' or '.join(ACTIVATIONS)}")
     block = text.maybe("attn_res_block_size", int, 0)
-    dtype = text.maybe("dtype", str, None) or text.maybe("torch_dtype", str, "float32")
+    said = [level.maybe(key, str, None) for level in (text, outer) for key in ("dtype", "torch_dtype")]
+    dtype = next(filter(None, said), "float32")
     values = {
         "activation": ACTIVATIONS.get(act, "swiglu"),
         "mla_q_lora_rank": text.maybe("q_lora_rank", int, 0),

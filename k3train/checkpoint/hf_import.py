@@ -2,7 +2,8 @@
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,18 +13,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from k3train.checkpoint.hf_config import read_config
-from k3train.checkpoint.hf_names import (
-    VISION_PREFIXES,
-    Entry,
-    Leaf,
-    Slices,
-    Spec,
-    entries,
-    find_layout,
-    names,
-    parameters,
-)
+from k3train.checkpoint import release
+from k3train.checkpoint.hf_config import ReadConfig, read_config
+from k3train.checkpoint.hf_names import Entry, Leaf, Slices, Spec, entries, find_layout, names, parameters
+from k3train.checkpoint.hf_vision import vision_names
 from k3train.checkpoint.orbax import Checkpoints
 from k3train.checkpoint.safetensors_reader import Header, SafetensorsReader
 from k3train.config.check import check
@@ -36,8 +29,6 @@ from k3train.parallel.mesh import make_mesh
 from k3train.parallel.rules import indivisible, spec
 
 _LOG = logging.getLogger(__name__)
-#: Tokenizer files of a release, read as data when the run needs text.
-TOKENIZERS = ("tokenizer.json", "tiktoken.model")
 #: What a weight that is not packed may be stored as.
 FLOATS = ("F32", "BF16", "F16")
 _SHOWN = 8
@@ -61,19 +52,26 @@ class Imported:
 
 
 class _Source(NamedTuple):
-    """An open release that was found complete."""
-
-    reader: SafetensorsReader
-    config: ModelConfig
-    layout: str
-    packed: bool
-
-
-def import_hf(source: str | Path, workdir: str | Path) -> Imported:
-    """Makes a run folder from a released checkpoint: `config.json` and `checkpoints/0`, weights only.
+    """An open checkpoint that was found complete.
 
     Args:
-        source: see `read_hf`.
+        model: its text model, the length of A_log included.
+        form: how it is written.
+        carried: tensors that are not the text model's.
+    """
+
+    reader: SafetensorsReader
+    model: ModelConfig
+    form: release.Release
+    carried: dict[str, Header]
+    notes: list[str]
+
+
+def import_hf(source: str | Path, workdir: str | Path, *, ignore: Collection[str] = ()) -> Imported:
+    """Makes a run folder from a released checkpoint: `config.json`, `checkpoints/0`, weights only, and `release/`.
+
+    Args:
+        source, ignore: see `read_hf`.
         workdir: run folder to make; nothing is written before everything was read.
 
     Raises:
@@ -81,55 +79,101 @@ def import_hf(source: str | Path, workdir: str | Path) -> Imported:
     """
     source, workdir = Path(source), Path(workdir)
     _refuse_workdir(workdir)
-    imported = read_hf(source)
-    config = Config(model=imported.config)
-    tokenizer = next((p for p in map(source.absolute().joinpath, TOKENIZERS) if p.is_file()), None)
-    if tokenizer is not None:
-        config = replace(config, data=replace(config.data, tokenizer=str(tokenizer)))
-    with Checkpoints(workdir / "checkpoints") as checkpoints:
-        model = {"params": imported.params, "bias": imported.bias}
-        checkpoints.save(0, {"model": model}, {"imported_from": str(source.absolute())})
-    if jax.process_index() == 0:  # last: a folder without it is not a run
-        draft = workdir / "config.json.partial"
-        draft.write_text(to_json(config))
-        draft.replace(workdir / "config.json")
-    for note in imported.notes:
+    with _opened(source, ignore) as opened:
+        files = release.carried_files(source)
+        imported = _onto_devices(opened, None)
+        config = Config(model=imported.config)
+        names = [file.name for file in files]
+        tokenizer = next((name for name in release.TOKENIZERS if name in names), None)
+        if tokenizer is not None:
+            path = str((workdir / release.FOLDER / release.FILES / tokenizer).absolute())
+            config = replace(config, data=replace(config.data, tokenizer=path))
+        with Checkpoints(workdir / "checkpoints") as checkpoints:
+            model = {"params": imported.params, "bias": imported.bias}
+            checkpoints.save(0, {"model": model}, {"imported_from": str(source.absolute())})
+        if jax.process_index() == 0:
+            release.keep(workdir, opened.form, opened.reader, opened.carried, files)
+            draft = workdir / "config.json.partial"
+            draft.write_text(to_json(config))
+            draft.replace(workdir / "config.json")  # last: a folder without it is not a run
+    for note in (*imported.notes, *_about_files(names, config.data.tokenizer)):
         _LOG.info("%s", note)
     _LOG.info("%s: step 0, %s parameters", workdir, f"{sum(x.size for x in jax.tree.leaves(imported.params)):,}")
     return imported
 
 
-def read_hf(source: str | Path, mesh: Mesh | None = None) -> Imported:
+def read_hf(source: str | Path, mesh: Mesh | None = None, *, ignore: Collection[str] = ()) -> Imported:
     """Reads a released checkpoint: K3's layout, Kimi-Linear's, or what transformers saves; experts plain or MXFP4.
+
+    Each process reads what its own devices hold, and no more.
 
     Args:
         source: folder with `config.json` and safetensors files.
         mesh: where the parameters go, by the rules of `parallel/rules.py`; None: split over `data` as far as the
             devices divide every axis.
+        ignore: fields of `config.json` to pass over although they are not understood.
 
     Raises:
         ValueError: the folder is not a complete checkpoint of one model. Missing, unexpected and mis-shaped tensors are
             reported together; nothing keeps an initial value.
     """
-    model, not_understood = read_config(source)
+    with _opened(Path(source), ignore) as opened:
+        return _onto_devices(opened, mesh)
+
+
+@contextmanager
+def _opened(source: Path, ignore: Collection[str]) -> Iterator[_Source]:
+    """The checkpoint, after everything that can be known before its numbers are read was checked."""
+    read = read_config(source, ignore)
+    model = read.model
     check(Config(model=model))
-    notes = [f"config.json: not understood and not used: {', '.join(not_understood)}"] if not_understood else []
     with SafetensorsReader(source) as reader:
-        headers = dict(reader.headers)
+        headers = reader.headers
         layout = find_layout(headers, model)
         packed = any(name.endswith(".weight_packed") for name in headers)
-        left_aside = [name for name in headers if layout == "k3" and name.startswith(VISION_PREFIXES)]
-        for name in left_aside:
-            del headers[name]
-        if left_aside:
-            notes.append(f"{len(left_aside)} tensors of the vision tower and its projector were left aside")
-        notes.append(f"{layout} layout, {'MXFP4' if packed else 'plain'} experts, {len(headers)} tensors")
-        _refuse_differences(reader.folder, headers, names(model, layout, packed=packed))
-        length, narrow = _a_log_length(headers, entries(model, layout)), _narrowed(headers, entries(model, layout))
-        model, notes = replace(model, kda_a_log_length=length), notes + narrow
-        loaded = dict(_load(_Source(reader, model, layout, packed), mesh or _data_mesh(model)))
-    plan = blueprint(model)
-    return Imported(model, _take(loaded, plan.abstract_params), _take(loaded, plan.abstract_bias), tuple(notes))
+        beside = vision_names(read.vision, model.hidden_size)
+        _refuse_differences(source, headers, names(model, layout, packed=packed) | beside)
+        found = entries(model, layout)
+        a_log = _a_log_shape(headers, found)
+        padded = len(a_log) == 1 and a_log[0] > model.kda_num_heads
+        model = replace(model, kda_a_log_length=a_log[0] if padded else 0)
+        dtypes = release.dtypes_of(headers, found, packed)
+        form = release.Release(layout, packed, dtypes, a_log, read.tree, tuple(ignore))
+        carried = {name: headers[name] for name in beside}
+        notes = _notes(read, ignore, form, len(headers) - len(carried), len(carried))
+        yield _Source(reader, model, form, carried, notes + _narrowed(headers, found))
+
+
+def _notes(
+    read: ReadConfig, ignored: Collection[str], form: release.Release, num_tensors: int, num_carried: int
+) -> list[str]:
+    notes = [f"{form.layout} layout, {'MXFP4' if form.packed else 'plain'} experts, {num_tensors} tensors"]
+    if num_carried:
+        notes.append(f"{num_carried} tensors of the vision tower and its projector are carried along, not trained")
+    if ignored:
+        notes.append(f"config.json: not understood and passed over: {', '.join(ignored)}")
+    if any("auto_map" in level for level in (read.tree, read.tree.get("text_config") or {})):
+        notes.append("config.json: auto_map names code of the checkpoint; it was not run")
+    return notes
+
+
+def _about_files(names: list[str], tokenizer: str) -> list[str]:
+    """Which tokenizer the run has, and which code was copied."""
+    notes = [f"tokenizer: {tokenizer}"]
+    if tokenizer == Config().data.tokenizer:
+        notes = [
+            f"tokenizer: {tokenizer}, because there is neither {' nor '.join(release.TOKENIZERS)}; "
+            "--config.data.tokenizer=FILE names another"
+        ]
+    code = [name for name in names if name.endswith(".py")]
+    return notes + ([f"carried along for whoever serves an export, not run: {', '.join(code)}"] if code else [])
+
+
+def _onto_devices(source: _Source, mesh: Mesh | None) -> Imported:
+    loaded = dict(_load(source, mesh or _data_mesh(source.model)))
+    plan = blueprint(source.model)
+    params, bias = _take(loaded, plan.abstract_params), _take(loaded, plan.abstract_bias)
+    return Imported(source.model, params, bias, tuple(source.notes))
 
 
 def _refuse_workdir(workdir: Path) -> None:
@@ -163,13 +207,12 @@ def _refuse_differences(folder: Path, headers: dict[str, Header], wanted: dict[s
         raise ValueError("\n".join([f"{folder}: the tensors are not those of the model in config.json", *lines]))
 
 
-def _a_log_length(headers: dict[str, Header], found: Iterable[Entry]) -> int:
-    """Entries of A_log in the files where it is padded; 0 where it is not."""
-    shapes = {headers[entry.name].shape: entry for entry in found if entry.rule.form == "a_log"}
+def _a_log_shape(headers: dict[str, Header], found: Iterable[Entry]) -> tuple[int, ...]:
+    """Shape of every A_log; of none, ()."""
+    shapes = {headers[entry.name].shape: entry.name for entry in found if entry.rule.form == "a_log"}
     if len(shapes) > 1:
-        raise ValueError(f"A_log has several shapes: {', '.join(f'{e.name} {list(s)}' for s, e in shapes.items())}")
-    padded = [shape[0] for shape, entry in shapes.items() if len(shape) == 1 and shape[0] > entry.parts[0].shape[-1]]
-    return padded[0] if padded else 0
+        raise ValueError(f"A_log has several shapes: {', '.join(f'{name} {list(s)}' for s, name in shapes.items())}")
+    return next(iter(shapes), ())
 
 
 def _narrowed(headers: dict[str, Header], found: Iterable[Entry]) -> list[str]:
@@ -188,10 +231,10 @@ def _data_mesh(config: ModelConfig) -> Mesh:
 def _load(source: _Source, mesh: Mesh) -> Iterator[tuple[str, jax.Array]]:
     """Every parameter and router bias by path, read shard by shard."""
     feeders: dict[str, list[tuple[Entry, int]]] = {}
-    for entry in entries(source.config, source.layout):
+    for entry in entries(source.model, source.form.layout):
         for part, path in enumerate(entry.paths):
             feeders.setdefault(path, []).append((entry, part))
-    for path, leaf in parameters(source.config).items():
+    for path, leaf in parameters(source.model).items():
         held: dict[Ranges, np.ndarray] = {}  # devices that hold the same numbers share one reading
 
         def block(index, leaf=leaf, feeders=feeders[path], held=held):
@@ -212,8 +255,8 @@ def _block(source: _Source, leaf: Leaf, feeders: list[tuple[Entry, int]], ranges
         if entry.layer is not None and entry.layer not in range(*by_axis["layers"]):
             continue
         for expert in range(*by_axis.get("experts", (0, 1))):
-            name = entry.name.replace("{e}", str(expert))
-            read = partial(_read, source, name, packed=source.packed and entry.num_experts > 0)
+            name = entry.name_of(expert)
+            read = partial(_read, source, name, packed=source.form.packed and entry.num_experts > 0)
             where = zip(entry.where(part, expert), ranges, strict=True)
             inside = tuple(at - start if isinstance(at, int) else at for at, (start, _) in where)
             try:

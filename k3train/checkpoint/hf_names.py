@@ -119,8 +119,6 @@ LAYOUTS: dict[str, Layout] = {
     # transformers 5 renames the dense MLP on load and back for every layer on save, dense ones included
     "transformers": Layout(dense_mlp="block_sparse_moe"),
 }
-#: Names of K3 outside the text model: known, and not read.
-VISION_PREFIXES = ("vision_tower.", "mm_projector.")
 
 
 def find_layout(names: Mapping[str, object], config: ModelConfig) -> str:
@@ -176,6 +174,7 @@ class Entry:
         shape: released shape of one tensor.
         paths, parts: full path of every part, and what it is.
         layer: entry of the stack `layers`; None outside the layers.
+        number: of the decoder layer; None outside.
     """
 
     rule: Rule
@@ -184,6 +183,7 @@ class Entry:
     paths: tuple[str, ...]
     parts: tuple[Leaf, ...]
     layer: int | None
+    number: int | None
 
     @property
     def spec(self) -> Spec:
@@ -202,10 +202,11 @@ class Entry:
 
     def names(self) -> list[str]:
         """Names of the tensors, by expert."""
-        if not self.num_experts:
-            return [self.name]
-        head, tail = self.name.split("{e}")
-        return [f"{head}{e}{tail}" for e in range(self.num_experts)]
+        return [self.name_of(expert) for expert in range(max(self.num_experts, 1))]
+
+    def name_of(self, expert: int) -> str:
+        """Name of one expert's tensor, or of the only one."""
+        return self.name.replace("{e}", str(expert))
 
     def where(self, part: int, expert: int = 0) -> tuple[int | slice, ...]:
         """Index of the numbers of one tensor in the stacked array of a part."""
@@ -213,13 +214,14 @@ class Entry:
         return tuple(entry.get(axis, slice(None)) for axis in self.parts[part].axes)
 
     def to_released(self, parts: list[np.ndarray]) -> np.ndarray:
-        """The released tensor of the parts, each already taken out of its stack by `where`."""
+        """The released tensor, contiguous, of the parts, each already taken out of its stack by `where`."""
         axes = tuple(self.parts[0].plain())
         order = [axis for group in released_axes(axes, self.rule.form) for axis in group]
         turned = [part.transpose([axes.index(axis) for axis in order]) for part in parts]
         whole = turned[0] if len(turned) == 1 else np.concatenate(turned, axis=order.index("head_dim"))
-        whole = np.pad(whole.reshape(-1), (0, prod(self.shape) - whole.size))  # only A_log is ever padded
-        return whole.reshape(self.shape)
+        if whole.size < prod(self.shape):  # A_log
+            whole = np.pad(whole.reshape(-1), (0, prod(self.shape) - whole.size))
+        return np.ascontiguousarray(whole).reshape(self.shape)
 
     def from_released(self, part: int, read: Read, wanted: Slices) -> np.ndarray:
         """Some ranges of a part, one per axis that a released tensor has too; reads whole heads, else no more.
@@ -295,7 +297,9 @@ def entries(config: ModelConfig, layout: str) -> tuple[Entry, ...]:
         stack, name = _split(path)
         below.setdefault(stack, {})[name] = leaf
 
-    def apply(rules: tuple[Rule, ...], stack: str, prefix: str, layer: int | None) -> Iterator[Entry]:
+    def apply(
+        rules: tuple[Rule, ...], stack: str, prefix: str, layer: int | None, number: int | None
+    ) -> Iterator[Entry]:
         here = below[stack]
         for rule in rules:
             if all(p in here for p in rule.parts) and (not rule.having or rule.having in here[rule.parts[0]].axes):
@@ -303,12 +307,12 @@ def entries(config: ModelConfig, layout: str) -> tuple[Entry, ...]:
                 name = rule.released.replace("mlp.", f"{form.dense_mlp}.", 1)
                 shape = _released_shape(rule, parts, form)
                 paths = tuple(f"{stack}{p}" for p in rule.parts)
-                yield Entry(rule, f"{prefix}{name}", shape, paths, parts, layer)
+                yield Entry(rule, f"{prefix}{name}", shape, paths, parts, layer, number)
 
-    found = list(apply(MODEL_RULES, "", form.prefix, None))
+    found = list(apply(MODEL_RULES, "", form.prefix, None, None))
     for number, (run, segment, position, index) in enumerate(slots(config)):
         stack = f"backbone/runs/{run}/{segment}/{position}/"
-        found += apply(LAYER_RULES, stack, f"{form.prefix}model.layers.{number}.", index)
+        found += apply(LAYER_RULES, stack, f"{form.prefix}model.layers.{number}.", index, number)
     missed = known.keys() - {path for entry in found for path in entry.paths}
     assert not missed, f"no released tensor holds {sorted(missed)}"
     return tuple(found)

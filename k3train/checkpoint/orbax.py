@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 
 from k3train.core.tree import Tree, leaves
 
@@ -47,6 +48,31 @@ class Leaf:
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
+
+
+class Stored:
+    """A stored array, read part by part: `stored[1, :, 2:4]` is a numpy array.
+
+    Attributes:
+        chunk: shape of what is read at once, wherever a part lies; a part of one chunk costs as much as the chunk.
+    """
+
+    def __init__(self, folder: Path, path: str):
+        """`folder` of a part of a checkpoint, `path` of the array in it."""
+        store = json.loads((folder / "_METADATA").read_text())
+        place: dict[str, Any] = {"driver": "file", "path": f"{folder}/"}
+        name = path.replace("/", ".") + "/"
+        if store["use_ocdbt"]:
+            place = {"driver": "ocdbt", "base": place, "path": name}
+        else:
+            place["path"] += name
+        spec = {"driver": "zarr3" if store["use_zarr3"] else "zarr", "kvstore": place}
+        self._array = tensorstore.open(spec, open=True, read=True).result()
+        layout: Any = self._array.chunk_layout
+        self.chunk: tuple[int, ...] = tuple(layout.read_chunk.shape)
+
+    def __getitem__(self, index: tuple[int | slice, ...]) -> np.ndarray:
+        return self._array[index].read().result()
 
 
 class Checkpoints:
@@ -168,6 +194,23 @@ class Checkpoints:
             items[name] = ocp.args.PyTreeRestore(wanted, restore_args=placed)
         restored = self._open().restore(self._folder(step), args=ocp.args.Composite(**items))
         return {name: _unnested(restored[name], tree) for name, tree in abstract.items()}
+
+    def stored(self, step: int, abstract: dict[str, Any]) -> dict[str, Stored]:
+        """The arrays of `step` by path (of all parts together, which have none in common), to be read part by part.
+
+        Args:
+            step, abstract: as for `restore`; only shapes and dtypes count.
+
+        Raises:
+            ValueError: see `restore`.
+        """
+        step = self.resolve(step)
+        self._check_fit(step, abstract)
+        return {
+            path: Stored(self._folder(step) / part, path)
+            for part, tree in abstract.items()
+            for path, _ in leaves(_nested(tree))
+        }
 
     def record(self, step: int) -> dict[str, Any]:
         """What `save` was given as `record`."""

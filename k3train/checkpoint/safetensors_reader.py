@@ -124,7 +124,7 @@ class SafetensorsReader:
 
 
 def plain_file(folder: Path, name: str) -> Path:
-    """Path of a file that lies in the folder itself.
+    """Path of a file of numbers or of JSON that lies in the folder itself.
 
     Raises:
         ValueError: `name` is more than a file name, is a pickle, or is a link that leads out of the folder.
@@ -133,6 +133,15 @@ def plain_file(folder: Path, name: str) -> Path:
         raise ValueError(f"{folder}: {name!r} is not the name of a file in this folder; paths are refused")
     if not name.endswith((".safetensors", ".json")):
         raise ValueError(f"{folder}: {name!r} is not a safetensors file; nothing else is read, pickles least of all")
+    return inside(folder, name)
+
+
+def inside(folder: Path, name: str) -> Path:
+    """Path of a file in the folder.
+
+    Raises:
+        ValueError: it is a link that leads out of the folder.
+    """
     path = folder / name
     if path.is_symlink() and path.resolve().parent != folder.resolve():
         raise ValueError(f"{path} is a link to {path.resolve()}, outside of the folder; copy the file into the folder")

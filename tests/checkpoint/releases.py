@@ -3,11 +3,19 @@
 import json
 from dataclasses import replace
 
+import jax
+import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 from safetensors.numpy import save_file
 
 from k3train.checkpoint.hf_names import entries, names, parameters
-from k3train.config.schema import ModelConfig
+from k3train.checkpoint.hf_vision import vision_names
+from k3train.checkpoint.orbax import Checkpoints
+from k3train.config.load import to_json
+from k3train.config.schema import Config, ModelConfig, VisionConfig
+from k3train.model.k3 import blueprint
+from k3train.parallel import rules
 
 K3 = ModelConfig(
     vocab_size=24,
@@ -50,6 +58,37 @@ KIMI = replace(
     moe_latent_size=0,
     moe_routed_scaling_factor=2.446,
 )
+
+
+VISION = VisionConfig(
+    num_layers=2,
+    hidden_size=8,
+    intermediate_size=24,
+    num_heads=2,
+    qkv_size=12,
+    patch_size=2,
+    pos_emb_height=3,
+    pos_emb_width=5,
+)
+
+
+def vision_config(vision: VisionConfig, text_width: int) -> dict:
+    """The part `vision_config` of a `config.json`."""
+    return {
+        "vt_num_hidden_layers": vision.num_layers,
+        "vt_hidden_size": vision.hidden_size,
+        "vt_intermediate_size": vision.intermediate_size,
+        "vt_num_attention_heads": vision.num_heads,
+        "qkv_hidden_size": vision.qkv_size,
+        "patch_size": vision.patch_size,
+        "init_pos_emb_height": vision.pos_emb_height,
+        "init_pos_emb_width": vision.pos_emb_width,
+        "init_pos_emb_time": vision.pos_emb_time,
+        "merge_kernel_size": [vision.merge_size, vision.merge_size],
+        "mm_hidden_size": vision.hidden_size,
+        "text_hidden_size": text_width,
+        "norm_type": "rmsnorm",
+    }
 
 
 def released_config(model: ModelConfig) -> dict:
@@ -117,6 +156,24 @@ def release(model: ModelConfig, layout: str, values: dict[str, np.ndarray]) -> d
     }
 
 
+def stored(tensors: dict[str, np.ndarray], model: ModelConfig, layout: str) -> dict[str, np.ndarray]:
+    """In the dtypes of a release: bfloat16, and float32 where it keeps that."""
+    specs = names(model, layout)
+    return {
+        name: array.astype(ml_dtypes.bfloat16) if name in specs and specs[name].dtype == "BF16" else array
+        for name, array in tensors.items()
+    }
+
+
+def vision_tensors(vision: VisionConfig, text_width: int) -> dict[str, np.ndarray]:
+    """Random tensors of a tower and projector, bfloat16."""
+    draw = np.random.default_rng(9)
+    return {
+        name: draw.normal(size=spec.shape).astype(ml_dtypes.bfloat16)
+        for name, spec in vision_names(vision, text_width).items()
+    }
+
+
 def packed_release(model: ModelConfig, tensors: dict[str, np.ndarray]) -> tuple[dict, dict]:
     """The tensors with random MXFP4 experts instead, and what these decode to, number by number."""
     draw, out, decoded = np.random.default_rng(5), dict(tensors), {}
@@ -145,4 +202,28 @@ def write(folder, config: dict, tensors: dict[str, np.ndarray], *, shards=1):
     for file in set(index.values()):
         save_file({name: tensors[name] for name in tensors if index[name] == file}, folder / file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    return folder
+
+
+def make_run(
+    folder, config: Config, values: dict[str, np.ndarray], *, mesh: Mesh | None = None, steps: tuple[int, ...] = (0,)
+):
+    """A run folder with these weights, as training leaves one; step n holds them plus n. Returns the folder."""
+    plan, known = blueprint(config.model), parameters(config.model)
+
+    def tree(template, step, prefix=""):
+        return {
+            key: tree(value, step, f"{prefix}{key}/") if isinstance(value, dict) else place(f"{prefix}{key}", step)
+            for key, value in template.items()
+        }
+
+    def place(path, step):
+        array = values[path] + np.float32(step)
+        return array if mesh is None else jax.device_put(array, NamedSharding(mesh, rules.spec(known[path].axes)))
+
+    with Checkpoints(folder / "checkpoints") as checkpoints:
+        for step in steps:
+            model = {"params": tree(plan.abstract_params, step), "bias": tree(plan.abstract_bias, step)}
+            checkpoints.save(step, {"model": model}, {})
+    (folder / "config.json").write_text(to_json(config))
     return folder

@@ -1,6 +1,8 @@
 """Released checkpoints in: exact, onto any mesh, strict both ways, and a run folder at the end."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import ml_dtypes
@@ -10,11 +12,23 @@ import pytest
 from k3train.checkpoint.hf_config import read_config
 from k3train.checkpoint.hf_import import import_hf, read_hf
 from k3train.checkpoint.orbax import Checkpoints
+from k3train.checkpoint.safetensors_reader import SafetensorsReader
 from k3train.cli import main
 from k3train.config.load import from_json
 from k3train.core.tree import leaves
 from k3train.parallel.mesh import make_mesh
-from tests.checkpoint.releases import K3, KIMI, packed_release, random_parameters, release, released_config, write
+from tests.checkpoint.releases import (
+    K3,
+    KIMI,
+    VISION,
+    packed_release,
+    random_parameters,
+    release,
+    released_config,
+    vision_config,
+    vision_tensors,
+    write,
+)
 from tests.model.golden_models import DATA, imported
 
 BIAS = "language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias"
@@ -120,13 +134,17 @@ def test_every_fault_in_one_message(tmp_path, tensors):
     assert f"{query}: I32, accepted F32, BF16, F16" in message
 
 
-def test_vision_tensors_are_left_aside(tmp_path, tensors):
-    tensors |= {
-        "vision_tower.pos_emb.weight": np.ones(3, np.float32),
-        "mm_projector.proj.0.weight": np.ones(3, np.float32),
-    }
-    got = read_hf(write(tmp_path, released_config(K3), tensors), one_device())
-    assert "2 tensors of the vision tower and its projector were left aside" in got.notes
+def test_vision_tensors_are_known_by_name(tmp_path, tensors):
+    config = released_config(K3) | {"vision_config": vision_config(VISION, K3.hidden_size)}
+    beside = vision_tensors(VISION, K3.hidden_size)
+    got = read_hf(write(tmp_path, config, tensors | beside, shards=2), one_device())
+    assert "18 tensors of the vision tower and its projector are carried along, not trained" in got.notes
+
+    beside["vision_tower.encoder.blocks.2.wo.weight"] = beside.pop("vision_tower.encoder.blocks.1.wo.weight")
+    with pytest.raises(ValueError) as caught:
+        read_hf(write(tmp_path / "other", config, tensors | beside), one_device())
+    assert "1 missing: vision_tower.encoder.blocks.1.wo.weight" in str(caught.value)
+    assert "1 unexpected: vision_tower.encoder.blocks.2.wo.weight" in str(caught.value)
 
 
 def test_forms_of_a_log(tmp_path, values, tensors):
@@ -155,13 +173,15 @@ def test_forms_of_a_log(tmp_path, values, tensors):
 
 def test_command_makes_a_run_folder(tmp_path, capsys):
     values = random_parameters(KIMI)
-    config = released_config(KIMI) | {"dropout": 0.1, "auto_map": {"AutoModel": "modeling.Model"}}
+    config = released_config(KIMI) | {"auto_map": {"AutoModel": "modeling.Model"}}
     folder = write(tmp_path / "release", config, release(KIMI, "kimi_linear", values))
     (folder / "modeling.py").write_text("raise SystemExit('this must never run')")
     run = tmp_path / "runs" / "kimi"
     assert main(["import-hf", str(folder), "--workdir", str(run)]) == 0
     said = capsys.readouterr().err
-    assert "not understood and not used: dropout" in said and "kimi_linear layout, plain experts" in said
+    assert "kimi_linear layout, plain experts" in said
+    assert "auto_map names code of the checkpoint; it was not run" in said and "not run: modeling.py" in said
+    assert "tokenizer: byte, because there is neither tokenizer.json nor tiktoken.model" in said
 
     assert from_json((run / "config.json").read_text()).model == read_config(folder).model == KIMI
     want = read_hf(folder, one_device())
@@ -191,3 +211,114 @@ def test_a_refused_import_leaves_nothing(tmp_path, tensors, capsys):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is not a folder that can be written"):
         import_hf(folder, tmp_path / "file" / "run")
+
+
+def test_the_tokenizer_of_a_release_comes_along(tmp_path, capsys):
+    folder = write(tmp_path / "release", released_config(KIMI), release(KIMI, "kimi_linear", random_parameters(KIMI)))
+    (folder / "tokenizer.json").write_text('{"any": "text"}')
+    run = tmp_path / "run"
+    assert main(["import-hf", str(folder), "--workdir", str(run)]) == 0
+    kept = from_json((run / "config.json").read_text()).data.tokenizer
+    assert f"tokenizer: {kept}\n" in capsys.readouterr().err
+    (folder / "tokenizer.json").unlink()
+    assert Path(kept).read_text() == '{"any": "text"}' and Path(kept).is_relative_to(run)
+
+
+def test_a_process_reads_what_its_devices_hold(tmp_path, values, tensors, monkeypatch):
+    """Half of the devices ask for half of what is split, and what several of them hold is read once.
+
+    A_log is read whole for each half of the heads, and kv_b for the keys and for the values.
+    """
+    folder = write(tmp_path, released_config(K3), tensors, shards=2)
+    mesh = make_mesh({"data": 2, "expert": 2, "tensor": 2}, jax.devices()[:8])
+    read = []
+    real = SafetensorsReader.read
+
+    def counted(self, name, ranges=()):
+        read.append(real(self, name, ranges))
+        return read[-1]
+
+    def first_half(shape, sharding, callback):
+        """What make_array_from_callback asks for in a process that has four of the eight devices."""
+        for device, index in sharding.devices_indices_map(shape).items():
+            if device.id < 4:
+                callback(index)
+        return np.zeros(shape, np.float32)
+
+    monkeypatch.setattr(SafetensorsReader, "read", counted)
+    read_hf(folder, mesh)
+    everything = sum(array.size for array in read)
+    twice = sum(a.size for name, a in tensors.items() if name.endswith(("A_log", "kv_b_proj.weight")))
+    assert everything == sum(array.size for array in tensors.values()) + twice
+    read.clear()
+    monkeypatch.setattr(jax, "make_array_from_callback", first_half)
+    read_hf(folder, mesh)
+    here = sum(array.size for array in read)
+    split = sum(a.size for name, a in tensors.items() if "embed" in name or "experts" in name or "proj" in name)
+    assert here < everything - 0.45 * split
+
+
+def forbidden(*_, **__):
+    raise AssertionError("this must never run")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "part"),
+    [
+        ("a path in the index", "'../out.safetensors' is not the name of a file in this folder"),
+        ("an absolute path in the index", "is not the name of a file in this folder"),
+        ("a link that leads out", "outside of the folder; copy the file into the folder"),
+        ("a tokenizer that leads out", "tokenizer.json is a link to"),
+        ("a missing shard", "1 files of the index are missing: model-00002-of-00002.safetensors"),
+        ("a truncated shard", "model-00002-of-00002.safetensors: damaged or not a safetensors file"),
+        ("a wrong dtype", "model.norm.weight: F64, accepted F32, BF16, F16"),
+        ("no router bias", f"1 missing: {BIAS}"),
+        ("a tail of A_log", f"{A_LOG}: entry 3 is 2, but only 2 heads exist: it must be zero"),
+        ("a pickle", "holds pickled weights (pytorch_model.bin), which can run code"),
+        ("a pickle in the index", "'model.pt' is not a safetensors file"),
+        ("another model_type with code", "model_type='evil': must be kimi_k3; code of a checkpoint is never run"),
+        ("an unknown field", "fields that are not understood, each of which may mean another model: beam_size"),
+    ],
+)
+def test_bad_input_ends_with_2_and_one_message(tmp_path, tensors, capsys, monkeypatch, spoil, part):
+    monkeypatch.setattr("pickle.load", forbidden)
+    monkeypatch.setattr("pickle.loads", forbidden)
+    config, folder = released_config(K3), tmp_path / "release"
+    index = folder / "model.safetensors.index.json"
+    second = folder / "model-00002-of-00002.safetensors"
+    if spoil == "a wrong dtype":
+        tensors["language_model.model.norm.weight"] = np.ones(16, np.float64)
+    if spoil == "no router bias":
+        del tensors[BIAS]
+    if spoil == "a tail of A_log":
+        tensors[A_LOG] = np.concatenate([tensors[A_LOG][:3], np.full(125, 2, np.float32)])
+    if spoil == "another model_type with code":
+        config |= {"model_type": "evil", "auto_map": {"AutoModelForCausalLM": "modeling.Model"}}
+    if spoil == "an unknown field":
+        config |= {"beam_size": 4}
+    write(folder, config, tensors, shards=2)
+    (folder / "modeling.py").write_text("raise SystemExit('this must never run')")
+    name = {
+        "a path in the index": "../out.safetensors",
+        "an absolute path in the index": str(tmp_path / "x.safetensors"),
+    }
+    name |= {"a pickle in the index": "model.pt"}
+    if spoil in name:
+        index.write_text(json.dumps({"weight_map": {"a": name[spoil]}}))
+    if spoil == "a link that leads out":
+        second.rename(tmp_path / "out.safetensors")
+        second.symlink_to(tmp_path / "out.safetensors")
+    if spoil == "a tokenizer that leads out":
+        (folder / "tokenizer.json").symlink_to("/etc/passwd")
+    if spoil == "a missing shard":
+        second.unlink()
+    if spoil == "a truncated shard":
+        second.write_bytes(second.read_bytes()[:-9])
+    if spoil == "a pickle":
+        for file in folder.glob("model*"):
+            file.unlink()
+        (folder / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert main(["import-hf", str(folder), "--workdir", str(tmp_path / "run")]) == 2
+    out, err = capsys.readouterr()
+    assert part in err and err.startswith("k3train: ") and "Traceback" not in err and not out
+    assert not (tmp_path / "run").exists()

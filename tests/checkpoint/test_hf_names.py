@@ -1,31 +1,57 @@
 """The table of released names: complete, invertible, and of the published size."""
 
-from collections import Counter
+import json
+from collections import Counter, defaultdict
+from functools import cache
 from math import prod
 
 import numpy as np
 import pytest
 
+from k3train.checkpoint.hf_config import VISION
 from k3train.checkpoint.hf_names import LAYOUTS, entries, find_layout, names, parameters, trim_a_log
+from k3train.checkpoint.hf_vision import vision_names
+from k3train.checkpoint.safetensors_writer import plan_files
 from k3train.config.load import load
+from k3train.config.schema import VisionConfig
 from tests.checkpoint.releases import K3, KIMI, random_parameters, release
+from tests.model.golden_models import DATA
 
 BYTES = {"U8": 1, "BF16": 2, "F32": 4}
 CASES = [(K3, "k3"), (KIMI, "kimi_linear"), (KIMI, "transformers")]
-#: Tensors of the vision tower and projector, all bfloat16: docs/k3.md sections 1.6 and 6.1.
-VISION_TENSORS, VISION_WEIGHTS = 168, 401_214_464 + 46_144_512
+
+
+def weights(tensors):
+    return sum(prod(spec.shape) for spec in tensors.values())
+
+
+def num_bytes(tensors, dtype):
+    return sum(prod(spec.shape) * BYTES[dtype] for spec in tensors.values() if spec.dtype == dtype)
+
+
+@cache
+def k3():
+    """(model, text tensors, vision tensors) of the release, from the configuration alone."""
+    config = load("k3")[0]
+    text = names(config.model, "k3", packed=True)
+    return config.model, text, vision_names(config.vision, config.model.hidden_size)
 
 
 def test_all_tensors_of_k3():
-    released = names(load("k3")[0].model, "k3", packed=True)
-    assert len(released) + VISION_TENSORS == 497_220
-    counts = Counter(spec.dtype for spec in released.values())
-    assert counts == {"U8": 494_592, "BF16": 2_122 - VISION_TENSORS, "F32": 506}
-    size = sum(prod(spec.shape) * BYTES[spec.dtype] for spec in released.values())
-    assert size + 2 * VISION_WEIGHTS == 1_560_860_324_864
-    plain = names(load("k3")[0].model, "k3")
-    stored = sum(prod(spec.shape) for spec in plain.values())
-    assert stored + VISION_WEIGHTS == 2_779_931_837_184  # A_log padded
+    """Counts and bytes of docs/k3.md sections 1.6, 1.7 and 6.1."""
+    model, text, vision = k3()
+    assert len(vision) == 168
+    assert weights({n: s for n, s in vision.items() if n.startswith("vision_tower.")}) == 401_214_464
+    assert weights({n: s for n, s in vision.items() if n.startswith("mm_projector.")}) == 46_144_512
+    released = text | vision
+    assert len(released) == len(text) + len(vision) == 497_220
+    assert Counter(spec.dtype for spec in released.values()) == {"U8": 494_592, "BF16": 2_122, "F32": 506}
+    assert num_bytes(released, "BF16") == 114_359_769_088
+    assert num_bytes(released, "F32") == 44_489_728
+    assert sum(num_bytes({n: s}, "U8") for n, s in released.items() if n.endswith("_packed")) == 1_361_370_415_104
+    assert sum(num_bytes({n: s}, "U8") for n, s in released.items() if n.endswith("_scale")) == 85_085_650_944
+    assert sum(num_bytes(released, dtype) for dtype in BYTES) == 1_560_860_324_864
+    assert weights(names(model, "k3")) + weights(vision) == 2_779_931_837_184  # A_log padded
     prefix = "language_model.model.layers"
     for name, shape, dtype in [
         (f"{prefix}.90.self_attn.A_log", (128,), "F32"),
@@ -37,13 +63,45 @@ def test_all_tensors_of_k3():
         (f"{prefix}.0.mlp.down_proj.weight", (7168, 33792), "BF16"),
         (f"{prefix}.0.self_attention_res_proj.weight", (1, 7168), "BF16"),
         ("language_model.lm_head.weight", (163840, 7168), "BF16"),
+        ("vision_tower.encoder.blocks.26.wqkv.weight", (4608, 1024), "BF16"),
+        ("vision_tower.patch_embed.pos_emb.weight", (64, 64, 1024), "BF16"),
+        ("mm_projector.proj.2.weight", (7168, 4096), "BF16"),
     ]:
         assert released[name][:2] == (shape, dtype), name
 
 
+def test_a_file_for_every_layer_of_k3():
+    """As in the release; what lies outside of the layers, the projector and the tower share the last file."""
+    _, text, vision = k3()
+    layers = defaultdict(dict)
+    for name, spec in text.items():
+        layer = name.partition(".layers.")[2].partition(".")[0]
+        layers[int(layer or 93)][name] = spec
+    beside = [{n: s for n, s in vision.items() if n.startswith(p)} for p in ("mm_projector", "vision_tower")]
+    planned = plan_files([*(layers[i] for i in range(94)), *beside])
+    assert len(planned) == 497_220
+    for i in (0, 1, 91, 92):
+        assert {planned[name].file for name in layers[i]} == {f"model-{i + 1:05}-of-00094.safetensors"}
+    assert planned["mm_projector.proj.0.weight"].file == planned["language_model.lm_head.weight"].file
+
+
+def test_vision_names_of_the_official_code():
+    golden = json.loads((DATA / "vision_tiny" / "names.json").read_text())
+    section = golden["config"]["vision_config"]
+    vision = VisionConfig(**{knob: section[key] for key, knob in VISION.items()})
+    found = vision_names(vision, section["text_hidden_size"])
+    assert {name: list(spec.shape) for name, spec in found.items()} == golden["shapes"]
+    assert vision_names(VisionConfig(), 80) == {}
+
+
 def test_all_tensors_of_kimi_linear():
+    """docs/k3.md sections 1.9 and 6.2."""
     released = names(load("kimi_linear_48b")[0].model, "kimi_linear")
-    assert sum(prod(spec.shape) for spec in released.values()) == 49_122_681_728
+    # 20 KDA layers of 15 tensors, 7 MLA layers of 5, 26 MoE layers of 768 expert matrices and 5 others, 1 dense layer
+    # of 3, 27 layers of 2 norms, and 3 outside of the layers
+    assert len(released) == 20 * 15 + 7 * 5 + 26 * (3 * 256 + 5) + 3 + 27 * 2 + 3 == 20_493
+    assert weights(released) == 49_122_681_728
+    assert Counter(spec.dtype for spec in released.values()) == {"BF16": 20_493 - 20 * 6 - 26, "F32": 20 * 6 + 26}
     for name, shape in [
         ("model.layers.0.self_attn.A_log", (1, 1, 32, 1)),
         ("model.layers.26.self_attn.q_proj.weight", (6144, 2304)),
