@@ -132,6 +132,8 @@ SOURCES = {
     "optim.qk_clip_threshold": "lineage guess [K2]",
     "optim.balance": "confirmed [report 2.3.3]",
     "optim.balance_bins": "lineage guess [report App. D]: an example there",
+    "optim.balance_ema": OURS,
+    "optim.balance_sign_step": "unused by this model",
     "quant.experts": "confirmed [report 4.1.4]: from SFT on, not before",
     "phase": "confirmed [report 3.3]",
     "num_steps": "lineage guess [K2]: 15.5T tokens",

@@ -123,6 +123,8 @@ SOURCES = {
     "optim.qk_clip_threshold": "lineage guess [K2]",
     "optim.balance": "undisclosed: our choice, as in K3",
     "optim.balance_bins": OURS,
+    "optim.balance_ema": OURS,
+    "optim.balance_sign_step": "unused by this model",
     "quant.experts": OURS,
     "phase": OURS,
     "num_steps": "confirmed [Kimi Linear]: 5.7T tokens",

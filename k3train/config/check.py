@@ -80,6 +80,8 @@ RANGES: dict[str, Range] = {
     "optim.adam_eps": POSITIVE,
     "optim.qk_clip_threshold": NOT_NEGATIVE,
     "optim.balance_bins": at_least(2),
+    "optim.balance_ema": FRACTION,
+    "optim.balance_sign_step": POSITIVE,
     "optim.max_consecutive_nonfinite": at_least(1),
     "checkpoint.every": at_least(1),
     "checkpoint.keep": at_least(1),
@@ -213,7 +215,11 @@ def _without_effect(config: Config) -> Iterator[str]:
             f"optim.muon_{name}": (optim.matrices != "muon", f"optim.matrices={optim.matrices} leaves nothing to Muon")
             for name in ("heads", "kv_b", "momentum", "nesterov", "ns_steps", "coefficients", "scale")
         },
-        "optim.balance_bins": (optim.balance == "none", "optim.balance=none moves no bias"),
+        "optim.balance_bins": (optim.balance != "quantile", f"optim.balance={optim.balance} counts no margins"),
+        "optim.balance_ema": (
+            not optim.balance.startswith("quantile"), f"optim.balance={optim.balance} estimates no quantiles"
+        ),
+        "optim.balance_sign_step": (optim.balance != "sign", f"optim.balance={optim.balance} takes no fixed steps"),
         "eval.every": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),
         "data.eval_batches": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),
         "data.path": (data.source == "stdlib", "data.source=stdlib reads the running Python's own sources"),

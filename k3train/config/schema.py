@@ -153,8 +153,15 @@ class OptimConfig:
     adam_b2: float = knob(0.95, "AdamW second moment", "[lineage] Moonlight")
     adam_eps: float = knob(1e-8, "AdamW epsilon", "[lineage] Moonlight")
     qk_clip_threshold: float = knob(100.0, "largest attention logit allowed per MLA head; 0: off", "[lineage] K2 tau")
-    balance: str = knob("quantile", "router bias update", "[report 2.3.3]", ("quantile", "none"))
+    balance: str = knob(
+        "quantile",
+        "router bias update: quantile by histogram, quantile_exact from every margin (small runs), sign rule of "
+        "loss-free balancing, none (frozen)", "[report 2.3.3]",
+        ("quantile", "quantile_exact", "sign", "none"),
+    )  # fmt: skip
     balance_bins: int = knob(1000, "bins of the margin histogram", "[report App. D]")
+    balance_ema: float = knob(0.0, "weight of the old bias in a moving average of the quantiles; 0: off")
+    balance_sign_step: float = knob(1e-3, "step of the sign rule", "[lineage] loss-free balancing")
     max_consecutive_nonfinite: int = knob(5, "skipped non-finite steps in a row that stop the run with exit code 3")
 
 

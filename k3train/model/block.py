@@ -14,7 +14,7 @@ from k3train.model.mla import MLA
 from k3train.model.mlp import MLP
 from k3train.model.moe import MoE
 from k3train.model.norm import RMSNorm
-from k3train.model.router import RouterStats
+from k3train.model.router import Margins, RouterStats
 
 
 class LayerKind(NamedTuple):
@@ -28,7 +28,7 @@ class LayerKind(NamedTuple):
 class LayerStats(NamedTuple):
     """What the training step needs to know of a layer besides its output; None where the kind has no such thing."""
 
-    router: RouterStats | None
+    router: RouterStats | None  # None also where nothing is collected
     max_logit: jax.Array | None  # [H] largest attention logit of an MLA layer
 
 
@@ -43,14 +43,14 @@ class Step(NamedTuple):
 class Layer(nnx.Module):
     """Pre-norm layer; with attention residuals each sublayer's input is a softmax over depth."""
 
-    def __init__(self, make: Maker, config: ModelConfig, kind: LayerKind, num_bins: int):
+    def __init__(self, make: Maker, config: ModelConfig, kind: LayerKind, margins: Margins):
         self.kind = kind
         self.attn_res = config.attn_res
         self.mixer_norm = RMSNorm(make.at("layer norms"), config.hidden_size, config.rms_norm_eps)
         self.mixer = (KDA if kind.mixer == "kda" else MLA)(make.at(kind.mixer), config)
         self.channel_norm = RMSNorm(make.at("layer norms"), config.hidden_size, config.rms_norm_eps)
         if kind.channel == "moe":
-            self.channel = MoE(make, config, num_bins)
+            self.channel = MoE(make, config, margins)
         else:
             self.channel = MLP(make.at("dense mlp"), config, config.intermediate_size)
         if self.attn_res != "none":

@@ -15,6 +15,7 @@ from k3train.model.backbone import Backbone, Nested, init_caches
 from k3train.model.block import Step
 from k3train.model.embed import Embedding, Head
 from k3train.model.norm import RMSNorm
+from k3train.model.router import NO_MARGINS, Margins
 
 
 class Cache(NamedTuple):
@@ -35,10 +36,10 @@ class Hidden(NamedTuple):
 class K3(nnx.Module):
     """Embedding, layers, output reader, final norm, head."""
 
-    def __init__(self, make: Maker, config: ModelConfig, num_bins: int):
+    def __init__(self, make: Maker, config: ModelConfig, margins: Margins):
         self.config = config
         self.embed = Embedding(make.at("embedding"), config)
-        self.backbone = Backbone(make, config, num_bins)
+        self.backbone = Backbone(make, config, margins)
         if config.attn_res != "none":
             self.output_reader = Reader(make.at("attention residuals"), config)
         self.norm = RMSNorm(make.at("final norm"), config.hidden_size, config.rms_norm_eps)
@@ -83,6 +84,6 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
 
 
 @cache
-def blueprint(config: ModelConfig, num_bins: int = 1) -> Blueprint:
-    """The model taken apart; nothing is allocated. `num_bins`: bins of the routers' margin histograms."""
-    return Blueprint(lambda make: K3(make, config, num_bins))
+def blueprint(config: ModelConfig, margins: Margins = NO_MARGINS) -> Blueprint:
+    """The model taken apart; nothing is allocated. `margins`: what its routers keep of them in training."""
+    return Blueprint(lambda make: K3(make, config, margins))

@@ -9,7 +9,7 @@ from k3train.core.param import Maker, Muon
 from k3train.model.init import matrix
 from k3train.model.mlp import MLP, activation
 from k3train.model.norm import RMSNorm
-from k3train.model.router import Router, RouterStats
+from k3train.model.router import Margins, Router, RouterStats
 from k3train.parallel.expert import routed_experts
 from k3train.parallel.rules import shard
 
@@ -20,11 +20,11 @@ WHOLE = "[lineage guess] whole matrix by Muon"
 class MoE(nnx.Module):
     """Routed experts in the latent space, shared experts on the stream."""
 
-    def __init__(self, make: Maker, config: ModelConfig, num_bins: int):
+    def __init__(self, make: Maker, config: ModelConfig, margins: Margins):
         D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
         L = config.moe_latent_size or D
         self.activation = activation(config)
-        self.router = Router(make.at("router"), config, num_bins)
+        self.router = Router(make.at("router"), config, margins)
         routed = make.at("routed experts")
         into, out = Muon(("expert_in",), ("expert_mlp",), PER_EXPERT), Muon(("expert_mlp",), ("expert_in",), PER_EXPERT)
         up_axes, down_axes = ("experts", "expert_in", "expert_mlp"), ("experts", "expert_mlp", "expert_in")
@@ -44,8 +44,10 @@ class MoE(nnx.Module):
         if self.num_shared:
             self.shared = MLP(make.at("shared experts"), config, self.num_shared * F)
 
-    def __call__(self, x_BSD: jax.Array, segment_ids_BS: jax.Array, *, collect: bool) -> tuple[jax.Array, RouterStats]:
-        """Normalised stream in, sublayer output and router counts out."""
+    def __call__(
+        self, x_BSD: jax.Array, segment_ids_BS: jax.Array, *, collect: bool
+    ) -> tuple[jax.Array, RouterStats | None]:
+        """Normalised stream in, sublayer output and router statistics out."""
         dtype = x_BSD.dtype
         routes, stats = self.router(x_BSD, segment_ids_BS, collect=collect)
         z_BSL = jnp.einsum("BSD,DL->BSL", x_BSD, self.down[...].astype(dtype)) if self.latent else x_BSD

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from k3train.checkpoint.orbax import Checkpoints, SaveError
 from k3train.config.check import mesh_text
@@ -196,7 +197,8 @@ class _Run:
 
     def _arrived(self, step: int, values: dict[str, jax.Array], state: TrainState) -> None:
         """Read the metrics of `step`, and log them if it is their turn; `state` is the one after it if it evaluates."""
-        numbers = metrics.read(values)
+        loads = values.get(metrics.LOADS)
+        numbers = metrics.read({name: value for name, value in values.items() if name != metrics.LOADS})
         self.tokens += int(numbers["tokens"])
         if not self.clock.started:
             _say(f"first step after {metrics.duration(time.perf_counter() - self.began)}")
@@ -213,10 +215,25 @@ class _Run:
             record |= evaluate(self.program, state.params, state.bias, self.heldout)
             self.clock.resume()
         self.last = record
-        self.writer.write(record)
+        self.writer.write(record, self._by_layer(loads))
+        self._check_load(step, record)
         num_steps = self.config.num_steps
         _say(metrics.progress(record, num_steps, self.clock.left(num_steps - step)))
         self.checkpoints.check()
+
+    def _by_layer(self, loads: jax.Array | None) -> dict[int, np.ndarray]:
+        """Tokens of every expert, by MoE layer."""
+        return {} if loads is None else dict(zip(sorted(self.config.model.moe_layers), np.asarray(loads), strict=True))
+
+    def _check_load(self, step: int, record: Mapping[str, float]) -> None:
+        """Say when routing has collapsed."""
+        model = self.config.model
+        share = record.get("router/max_over_mean_load", 0.0) * model.num_experts_per_token / model.num_experts
+        if share > 0.9 and model.num_experts > model.num_experts_per_token:
+            _LOG.warning(
+                "step %d: one expert is chosen by %.0f %% of the tokens (optim.balance=%s, %d of %d experts per token)",
+                step, 100 * share, self.config.optim.balance, model.num_experts_per_token, model.num_experts,
+            )  # fmt: skip
 
     def _check_finite(self, step: int, numbers: Mapping[str, Any]) -> None:
         streak, limit = numbers["nonfinite_streak"], self.config.optim.max_consecutive_nonfinite

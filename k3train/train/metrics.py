@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 import jax
+import numpy as np
 from tensorboardX import SummaryWriter
 
 
@@ -32,6 +33,7 @@ METRICS: dict[str, Metric] = {
     "tokens_per_second": Metric("tokens / s", "mean since the logged step before", "wall clock; training only"),
     "tokens_seen": Metric("tokens", "sum since the start of the run", "trained tokens"),
     "router/max_over_mean_load": Metric("-", "largest of all layers", "tokens of the fullest expert over the mean"),
+    "router/min_over_mean_load": Metric("-", "smallest of all layers", "tokens of the emptiest expert over the mean"),
     "router/max_violation": Metric("-", "largest of all layers", "(largest load - mean load) / mean load"),
     "router/dropped_fraction": Metric("-", "over all layers", "assignments that reached no expert; 0 by design"),
     "mla/max_logit": Metric("-", "largest of all layers, heads and micro-batches", "attention logit before softmax"),
@@ -45,6 +47,8 @@ METRICS: dict[str, Metric] = {
 WALL_CLOCK = ("tokens_per_second",)
 #: What the step counts for the host, not logged as such.
 INTERNAL = ("tokens", "nonfinite_streak")
+#: int32 [MoE layers in order, experts], read when a step is logged: drawn as histograms, one a layer.
+LOADS = "expert_loads"
 
 
 class Writer:
@@ -70,8 +74,12 @@ class Writer:
         if self._events is not None:
             self._events.close()
 
-    def write(self, record: Mapping[str, float]) -> None:
-        """One logged step; names from `METRICS`. What is not finite becomes null."""
+    def write(self, record: Mapping[str, float], loads: Mapping[int, np.ndarray] | None = None) -> None:
+        """One logged step; names from `METRICS`. What is not finite becomes null.
+
+        Args:
+            loads: tokens of every expert in this step, by layer; TensorBoard shows how they spread around their mean.
+        """
         unknown = record.keys() - METRICS.keys()
         assert not unknown, f"metrics without a line in the table: {sorted(unknown)}"
         ordered = {name: record[name] for name in METRICS if name in record}
@@ -81,6 +89,11 @@ class Writer:
             for name, value in ordered.items():
                 if name != "step":
                     self._events.add_scalar(name, value, int(record["step"]))
+            for layer, load in (loads or {}).items():
+                spread = load / max(load.mean(), 1e-9)
+                edges: Any = np.linspace(0, max(2.0, spread.max()), 41)
+                name = f"router/load_over_mean/layer_{layer:02}"
+                self._events.add_histogram(name, spread, int(record["step"]), edges)
 
     def sync(self) -> None:
         """Bring what was written to the disk; called before a checkpoint that relies on it."""

@@ -53,6 +53,7 @@ def resolve(config: Config) -> list[str]:
         raise ValueError(f"phase={config.phase} needs {lacks}, not available yet; accepted: {usable}")
     if phase.needs_init and not config.init_from:
         raise ValueError(f"phase={config.phase} continues another run: --config.init_from=DIR must name its folder")
+    balance = config.optim.balance
     if config.init_from:
         origin = f"{' and '.join(phase.carries)} from {config.init_from}"
     else:
@@ -61,5 +62,6 @@ def resolve(config: Config) -> list[str]:
         f"phase {config.phase}: {phase.purpose}",
         f"  starts with: {origin}",
         f"  starts anew: {', '.join(phase.resets)}",
+        f"  router bias: {'frozen' if balance == 'none' else f'moved by optim.balance={balance}'}",
         f"  routed experts: {'not quantised' if config.quant.experts == 'none' else config.quant.experts}",
     ]

@@ -9,19 +9,16 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from k3train.config.schema import Config
-from k3train.core.param import ParamInfo
-from k3train.core.tree import Tree, map_leaves
+from k3train.core.tree import Tree
 from k3train.model.backbone import Nested
-from k3train.model.block import LayerStats
 from k3train.model.k3 import blueprint
-from k3train.ops import quantile
 from k3train.optim import build
 from k3train.parallel.mesh import use_mesh
 from k3train.parallel.rules import param_sharding, param_shardings, spec
+from k3train.train import balance, layer_stats
+from k3train.train.layer_stats import Metrics
 from k3train.train.loss import Batch, Sums, token_loss
 from k3train.train.state import TrainState
-
-Metrics = dict[str, jax.Array]
 
 
 class Program:
@@ -35,7 +32,7 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.blueprint = blueprint(config.model, config.optim.balance_bins)
+        self.blueprint = blueprint(config.model, balance.margins(config.optim))
         self.optimizer = build.build(config.optim, self.blueprint.infos, config.num_steps)
         self.batch_sharding = NamedSharding(mesh, spec(("act_batch", "act_seq")))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -64,7 +61,7 @@ class Program:
             return TrainState(params, opt_state, bias, *map(jnp.copy, zeros))
 
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        """One optimizer step; `state` is donated. Metrics are device scalars (names: train/metrics.py)."""
+        """One optimizer step; `state` is donated. Metrics stay on the device (names: train/metrics.py)."""
         with use_mesh(self.mesh):
             return self._train(state, batch)
 
@@ -99,15 +96,13 @@ class Program:
             factor = jnp.minimum(1.0, self.config.optim.grad_clip / jnp.maximum(grad_norm, 1e-12))
             grads = jax.tree.map(lambda g: g * factor, grads)
 
-        max_logits = _max_logits(self.blueprint.infos, stats)
-        updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params, max_logits=max_logits)
-        bias = state.bias
-        if self.config.optim.balance == "quantile":
-            bias = _balanced(state.bias, stats, self.config.model.num_experts_per_token)
+        max_logits = layer_stats.max_logits(self.blueprint.infos, stats)
+        updates, new_opt_state = self.optimizer.update(grads, state.opt_state, state.params, max_logits=max_logits)
+        bias = balance.balanced(self.config.optim, state.bias, stats, self.config.model.num_experts_per_token)
 
         # a non-finite step is skipped as if it had not happened; only the batch is consumed
         kept = (state.params, state.opt_state, state.bias)
-        moved = (optax.apply_updates(state.params, updates), opt_state, bias)
+        moved = (optax.apply_updates(state.params, updates), new_opt_state, bias)
         params, opt_state, bias = jax.tree.map(lambda new, old: jnp.where(finite, new, old), moved, kept)
         skipped = 1 - finite.astype(jnp.int32)
         state = TrainState(
@@ -116,12 +111,12 @@ class Program:
         metrics = {
             "loss": loss,
             "grad_norm": grad_norm,
-            "learning_rate": build.learning_rate(self.config.optim, self.config.num_steps, opt_state),
-            "qk_clip/num_clipped": build.num_clipped(opt_state),
+            "learning_rate": build.learning_rate(self.config.optim, self.config.num_steps, new_opt_state),
+            "qk_clip/num_clipped": build.num_clipped(new_opt_state) * finite,
             "nonfinite_steps": state.nonfinite,
             "nonfinite_streak": state.nonfinite_streak,
             "tokens": sums.tokens,
-            **self._layer_metrics(stats, batch),
+            **layer_stats.metrics(self.config.model, stats, jnp.sum(batch["segment_ids"] > 0)),
         }
         return state, metrics
 
@@ -144,84 +139,16 @@ class Program:
         def accumulate(total, part):
             grads, (sums, stats) = gradient(state.params, part)
             added = jax.tree.map(jnp.add, total[:2], (self._sharded_like_params(grads), sums))
-            return (*added, jax.tree.map(_merge_stats, total[2], stats, is_leaf=_is_stats)), None
+            return (*added, layer_stats.add(total[2], stats)), layer_stats.margins(stats)
 
-        shapes = jax.eval_shape(gradient, state.params, jax.tree.map(lambda x: x[0], split))
-        grads, (sums, stats) = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-        stats = jax.tree.map(_empty_stats, stats, is_leaf=_is_stats)
-        (grads, sums, stats), _ = jax.lax.scan(accumulate, (grads, sums, stats), split)
-        return grads, sums, stats
+        grads, (sums, stats) = jax.eval_shape(gradient, state.params, jax.tree.map(lambda x: x[0], split))
+        grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
+        (grads, sums, stats), margins = jax.lax.scan(accumulate, (grads, sums, layer_stats.empty(stats)), split)
+        return grads, sums, layer_stats.with_margins(stats, margins)
 
     def _sharded_like_params(self, grads: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(grads, self._shardings.params)
 
-    def _layer_metrics(self, stats: Nested, batch: Batch) -> Metrics:
-        layers = [stat for run in stats for segment in run for stat in segment]
-        metrics: Metrics = {}
-        routers = [stat.router for stat in layers if stat.router is not None]
-        if routers:
-            loads = jnp.concatenate([router.load for router in routers])
-            tokens = jnp.sum(batch["segment_ids"] > 0, dtype=jnp.float32)
-            wanted = tokens * loads.shape[0] * self.config.model.num_experts_per_token
-            worst = {name: jnp.max(value) for name, value in quantile.load_metrics(loads).items()}
-            metrics["router/max_over_mean_load"] = worst["max_over_mean"]
-            metrics["router/max_violation"] = worst["max_violation"]
-            metrics["router/dropped_fraction"] = 1.0 - jnp.sum(loads, dtype=jnp.float32) / jnp.maximum(wanted, 1.0)
-        logits = [jnp.max(stat.max_logit) for stat in layers if stat.max_logit is not None]
-        if logits:
-            metrics["mla/max_logit"] = jnp.max(jnp.stack(logits))
-        return metrics
-
     def _eval_step(self, params: Tree, bias: Tree, batch: Batch) -> dict[str, jax.Array]:
         sums, _ = token_loss(self.blueprint, params, bias, batch, collect=False)
         return {"loss_sum": sums.loss, "tokens": sums.tokens}
-
-
-def _is_stats(x: Any) -> bool:
-    return isinstance(x, LayerStats)
-
-
-def _merge_stats(a: LayerStats, b: LayerStats) -> LayerStats:
-    """Counts add up, largest logits take the larger."""
-    router = None if a.router is None or b.router is None else jax.tree.map(jnp.add, a.router, b.router)
-    logit = None if a.max_logit is None or b.max_logit is None else jnp.maximum(a.max_logit, b.max_logit)
-    return LayerStats(router, logit)
-
-
-def _empty_stats(stats: LayerStats) -> LayerStats:
-    """The neutral element of `_merge_stats`."""
-    return stats._replace(max_logit=None if stats.max_logit is None else jnp.full_like(stats.max_logit, -jnp.inf))
-
-
-def _layer_trees(tree: Tree, stats: Nested):
-    """(subtree of `tree`, statistics) of every stack of layers."""
-    for r, run in enumerate(stats):
-        for s, segment in enumerate(run):
-            for p, stat in enumerate(segment):
-                layer = tree["backbone"]["runs"]
-                for index in (r, s, p):  # the bias tree has no entry where no layer has a router
-                    layer = layer.get(str(index), {})
-                yield layer, stat
-
-
-def _max_logits(infos: Tree, stats: Nested) -> Tree:
-    """Tree like the parameters: [layers, heads] at every leaf that QK-clip acts on, None elsewhere."""
-    tree = map_leaves(lambda _: None, infos)
-    for (layer, stat), (known, _) in zip(_layer_trees(tree, stats), _layer_trees(infos, stats), strict=True):
-        for name, info in known["mixer"].items():
-            if isinstance(info, ParamInfo) and info.clip is not None:
-                layer["mixer"][name] = stat.max_logit
-    return tree
-
-
-def _balanced(bias: Tree, stats: Nested, num_selected: int) -> Tree:
-    """Next router biases from the pooled histograms (docs/k3.md section 3.1)."""
-    new = map_leaves(lambda b: b, bias)
-    if not new:  # no layer has a router
-        return new
-    update = jax.vmap(lambda counts, b: quantile.quantile_bias(counts, b, num_selected=num_selected))
-    for layer, stat in _layer_trees(new, stats):
-        if stat.router is not None:
-            router = layer["channel"]["router"]
-            router["bias"] = update(stat.router.histogram, router["bias"])
-    return new

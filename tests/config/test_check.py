@@ -92,6 +92,8 @@ def test_model(values, message):
         ({"optim__matrices": "adamw", "optim__muon_heads": "whole"}, "optim.muon_heads=whole: has no effect here"),
         ({"optim__muon_coefficients": "quintic", "optim__muon_ns_steps": 6}, "optim.muon_ns_steps=6: optim.muon_coef"),
         ({"optim__balance": "none", "optim__balance_bins": 50}, "optim.balance_bins=50: has no effect"),
+        ({"optim__balance": "sign", "optim__balance_ema": 0.5}, "optim.balance_ema=0.5: has no effect"),
+        ({"optim__balance_sign_step": 0.1}, "optim.balance_sign_step=0.1: has no effect"),
         ({"data__eval_fraction": 0.0, "eval__every": 3}, "eval.every=3: has no effect"),
         ({"data__source": "text"}, "data.path='': data.source=text needs a file"),
         ({"data__path": "books"}, "data.path=books: has no effect here, because data.source=stdlib"),

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3train.ops.quantile import exact_bias, expert_loads, histogram, load_metrics, quantile_bias
+from k3train.ops.quantile import exact_bias, expert_loads, histogram, load_metrics, margins, quantile_bias, sign_bias
 from k3train.ops.routing import route
 from tests.tolerances import assert_close
 
@@ -17,13 +17,19 @@ def golden_logits(golden, batch=0):
     return jnp.asarray(golden[f"x{batch}"] @ golden["router_w"].T + golden["router_offset"])
 
 
+def margins_of(routes, valid=None):
+    valid = jnp.ones(routes.cutoff_P.shape, bool) if valid is None else valid
+    return margins(routes.scores_PE, routes.cutoff_P, valid)
+
+
 @jax.jit
 def count(logits_PE, bias_E):
-    """Routes, loads and histogram of one step with k = 16."""
+    """Margins, loads and histogram of one step with k = 16."""
     routes = route(logits_PE, bias_E, num_selected=16)
     valid_P = jnp.ones(logits_PE.shape[0], bool)
-    counts = histogram(routes.scores_PE, routes.cutoff_P, bias_E, valid_P, num_bins=BINS)
-    return routes, expert_loads(routes.ids_PK, valid_P, num_experts=logits_PE.shape[1]), counts
+    found = margins_of(routes)
+    loads = expert_loads(routes.ids_PK, valid_P, num_experts=logits_PE.shape[1])
+    return found, loads, histogram(found, bias_E, num_bins=BINS)
 
 
 def test_figure_of_the_report():
@@ -33,11 +39,11 @@ def test_figure_of_the_report():
     valid = jnp.ones(8, bool)
     before = route(logits, bias, num_selected=1)
     np.testing.assert_array_equal(expert_loads(before.ids_PK, valid, num_experts=4), golden["loads_before"])
-    exact = exact_bias(before.scores_PE, before.cutoff_P, num_selected=1)
+    exact = exact_bias(margins_of(before), bias, num_selected=1)
     assert_close(exact, golden["b1"], "router bias")
     after = route(logits, exact, num_selected=1)
     np.testing.assert_array_equal(expert_loads(after.ids_PK, valid, num_experts=4), golden["loads_after"])
-    counts = histogram(before.scores_PE, before.cutoff_P, bias, valid, num_bins=BINS)
+    counts = histogram(margins_of(before), bias, num_bins=BINS)
     assert_close(quantile_bias(counts, bias, num_selected=1), golden["hist1000__b1"], "router bias")
 
 
@@ -49,13 +55,13 @@ def test_golden_updates(name):
     for method in ("desc_floor", "hist1000"):
         bias = jnp.zeros(896)
         for t in range(5):
-            routes, loads, counts = count(logits, bias)
+            found, loads, counts = count(logits, bias)
             wanted_loads = golden[f"fixed_batch__{method}__loads"][t]
             assert np.abs(np.asarray(loads) - wanted_loads).max() <= (3 if t else 0)
             assert (counts.sum(-1) == len(logits)).all()
             wanted = golden[f"fixed_batch__{method}__b"][t]
             if method == "desc_floor":
-                exact = exact_bias(routes.scores_PE, routes.cutoff_P, num_selected=16)
+                exact = exact_bias(found, bias, num_selected=16)
                 assert_close(exact, wanted, "router bias", f"{name} update {t + 1}")
             else:
                 _assert_histogram_bias(quantile_bias(counts, bias, num_selected=16), wanted, counts, bias)
@@ -94,7 +100,7 @@ def test_counts_do_not_depend_on_the_split():
 
     def counts_of(part):
         routes = route(logits[part], bias, num_selected=4)
-        return histogram(routes.scores_PE, routes.cutoff_P, bias, valid[part], num_bins=200)
+        return histogram(margins_of(routes, valid[part]), bias, num_bins=200)
 
     whole = counts_of(slice(0, 512))
     parts = sum(counts_of(slice(i, i + 64)) for i in range(0, 512, 64))
@@ -105,15 +111,14 @@ def test_counts_do_not_depend_on_the_split():
 def test_bias_is_within_a_bin_of_the_order_statistic_and_centred():
     logits, bias = skewed(tokens=640), jnp.zeros(64)  # q = 40, an integer
     routes = route(logits, bias, num_selected=4)
-    counts = histogram(routes.scores_PE, routes.cutoff_P, bias, jnp.ones(640, bool), num_bins=BINS)
+    counts = histogram(margins_of(routes), bias, num_bins=BINS)
     got = quantile_bias(counts, bias, num_selected=4)
     # appendix D finds the ceil(q)-th largest margin, one before that of Algorithm 1
-    margins = np.sort(np.asarray(routes.scores_PE - routes.cutoff_P[:, None]), axis=0)[::-1]
-    bhat = -margins[39]
+    bhat = np.sort(np.asarray(routes.cutoff_P[:, None] - routes.scores_PE), axis=0)[39]
     assert np.abs((np.asarray(got) + bhat.mean()) - bhat).max() < 2 * 2.0 / BINS
     assert abs(float(got.mean())) < 1e-6
     # a constant added to the bias moves margins and range alike; only rounding at the bin borders remains
-    moved = histogram(routes.scores_PE, routes.cutoff_P + 0.25, bias + 0.25, jnp.ones(640, bool), num_bins=BINS)
+    moved = histogram(margins_of(routes) + 0.25, bias + 0.25, num_bins=BINS)
     error = np.abs(quantile_bias(moved, bias + 0.25, num_selected=4) - got)
     assert np.median(error) < 1e-4 and error.max() < 2.0 / BINS
 
@@ -125,7 +130,7 @@ def test_repeated_updates_balance_a_skewed_router():
     @jax.jit
     def step(bias):
         routes = route(logits, bias, num_selected=4)
-        counts = histogram(routes.scores_PE, routes.cutoff_P, bias, valid, num_bins=BINS)
+        counts = histogram(margins_of(routes), bias, num_bins=BINS)
         metrics = load_metrics(expert_loads(routes.ids_PK, valid, num_experts=64))
         return quantile_bias(counts, bias, num_selected=4), metrics["max_over_mean"]
 
@@ -141,14 +146,23 @@ def test_empty_step_and_full_choice_keep_the_bias():
     empty = jnp.zeros((4, 50), jnp.int32)
     np.testing.assert_array_equal(quantile_bias(empty, bias, num_selected=2), bias)
     np.testing.assert_array_equal(quantile_bias(empty.at[:, 3].set(9), bias, num_selected=4), bias)
+    np.testing.assert_array_equal(exact_bias(jnp.full((7, 4), jnp.inf), bias, num_selected=2), bias)
+    np.testing.assert_array_equal(exact_bias(jnp.ones((7, 4)), bias, num_selected=4), bias)
+    np.testing.assert_array_equal(sign_bias(jnp.zeros(4, jnp.int32), bias, step=0.1), bias)
 
 
 def test_padding_and_broken_tokens_are_not_counted():
     logits = skewed(tokens=32).at[5].set(jnp.nan).at[6, 3].set(jnp.nan)
     routes = route(logits, jnp.zeros(64), num_selected=4)
     valid = jnp.arange(32) < 20
-    counts = histogram(routes.scores_PE, routes.cutoff_P, jnp.zeros(64), valid, num_bins=50)
+    found = margins_of(routes, valid)
+    counts = histogram(found, jnp.zeros(64), num_bins=50)
     np.testing.assert_array_equal(counts.sum(-1), np.full(64, 18))
+    counted = found[np.asarray(valid) & ~np.isin(np.arange(32), [5, 6])]
+    for got in (found, found.reshape(4, 8, 64)):  # q = 18 * 4 / 64, the second smallest
+        assert_close(
+            exact_bias(got, jnp.zeros(64), num_selected=4), exact_bias(counted, jnp.zeros(64), num_selected=4), "op"
+        )
     loads = expert_loads(routes.ids_PK, valid, num_experts=64)
     assert int(loads.sum()) == 20 * 4
 
@@ -157,12 +171,11 @@ def test_stacks_over_layers():
     logits, bias = jnp.stack([skewed(seed=s) for s in range(3)]), jnp.zeros((3, 64))
     valid = jnp.ones((3, 512), bool)
     routes = jax.vmap(lambda x, b: route(x, b, num_selected=4))(logits, bias)
-    counts = jax.vmap(lambda *a: histogram(*a, num_bins=100))(routes.scores_PE, routes.cutoff_P, bias, valid)
+    found = margins_of(routes, valid)
+    counts = jax.vmap(lambda *a: histogram(*a, num_bins=100))(found, bias)
     got = jax.vmap(lambda c, b: quantile_bias(c, b, num_selected=4))(counts, bias)
     for i in range(3):
-        np.testing.assert_array_equal(
-            counts[i], histogram(routes.scores_PE[i], routes.cutoff_P[i], bias[i], valid[i], num_bins=100)
-        )
+        np.testing.assert_array_equal(counts[i], histogram(found[i], bias[i], num_bins=100))
         assert_close(got[i], quantile_bias(counts[i], bias[i], num_selected=4), "router bias")
 
 
@@ -180,3 +193,30 @@ def test_load_metrics():
     metrics = load_metrics(jnp.asarray([[4, 2, 2, 0], [2, 2, 2, 2]]))
     np.testing.assert_allclose(metrics["max_over_mean"], [2.0, 1.0])
     np.testing.assert_allclose(metrics["max_violation"], [1.0, 0.0])
+    np.testing.assert_allclose(metrics["min_over_mean"], [0.0, 1.0])
+
+
+def test_sign_rule_against_the_golden_file():
+    """Five updates on one batch, each from the golden bias before it."""
+    golden, sign = np.load(DATA / "large_m4096.npz"), np.load(DATA / "sign_m4096.npz")
+    logits, step = golden_logits(golden), float(sign["sign__gamma"])
+    bias = jnp.zeros(896)
+    for t in range(5):
+        _, loads, _ = count(logits, bias)
+        assert np.abs(np.asarray(loads) - sign["sign__fixed_batch__loads"][t]).max() <= (3 if t else 0)
+        wanted = sign["sign__fixed_batch__b"][t]
+        differs = np.abs(np.asarray(sign_bias(loads, bias, step=step)) - wanted) > 1e-6
+        mean = np.abs(sign["sign__fixed_batch__loads"][t] - 4096 * 16 / 896)
+        assert not (differs & (mean > 3)).any()  # but for loads within rounding of the mean
+        bias = jnp.asarray(wanted, jnp.float32)
+    worst = float(load_metrics(count(logits, bias)[1])["max_violation"])
+    np.testing.assert_allclose(worst, sign["sign__fixed_batch__maxvio_201"][5], rtol=0.01)
+
+
+def test_exact_bias_of_padded_tokens_is_that_of_the_others():
+    """Also for a count that the experts do not divide: q = 100 * 4 / 64 = 6.25 takes the seventh."""
+    routes = route(skewed(tokens=130), jnp.zeros(64), num_selected=4)
+    valid = jnp.arange(130) % 13 < 10
+    found = margins_of(routes, valid)
+    bhat = np.sort(np.asarray(found)[np.asarray(valid)], axis=0)[6]
+    assert_close(exact_bias(found, jnp.zeros(64), num_selected=4), bhat - bhat.mean(), "router bias")

@@ -3,7 +3,9 @@
 import json
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from k3train.train import metrics
 from k3train.train.metrics import METRICS, Clock, Writer, duration, progress
@@ -40,20 +42,35 @@ def test_a_name_without_a_line_in_the_table_is_our_fault(tmp_path):
         writer.write({"step": 1, "losss": 1.0})
 
 
-def test_tensorboard_gets_the_same_numbers(tmp_path):
-    from tensorboardX.proto.event_pb2 import Event
-
-    with Writer(tmp_path / "m", tmp_path / "tb", 0) as writer:
-        writer.write(RECORD)
-    # a sequence of events, each framed by its length (8 bytes), two checksums (4 bytes each)
-    data = next((tmp_path / "tb").iterdir()).read_bytes()
-    seen, at = {}, 0
+def events(folder):
+    """What TensorBoard will read: a sequence of events, each framed by its length (8 bytes) and two checksums (4)."""
+    data = next(folder.iterdir()).read_bytes()
+    at = 0
     while at < len(data):
         length = int.from_bytes(data[at : at + 8], "little")
         event = Event.FromString(data[at + 12 : at + 12 + length])
-        seen |= {(value.tag, event.step): value.simple_value for value in event.summary.value}
+        yield from ((value.tag, event.step, value) for value in event.summary.value)
         at += 16 + length
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path):
+    with Writer(tmp_path / "m", tmp_path / "tb", 0) as writer:
+        writer.write(RECORD)
+    seen = {(tag, step): value.simple_value for tag, step, value in events(tmp_path / "tb")}
     assert seen == {(name, 20): pytest.approx(value) for name, value in RECORD.items() if name != "step"}
+
+
+def test_tensorboard_gets_a_histogram_of_loads_for_every_layer(tmp_path):
+    loads = {1: np.asarray([10, 10, 20, 0]), 12: np.asarray([0, 0, 0, 0])}
+    with Writer(tmp_path / "m", tmp_path / "tb", 0) as writer:
+        writer.write(RECORD, loads)
+        writer.write(RECORD | {"step": 30})
+    drawn = {(tag, step): value.histo for tag, step, value in events(tmp_path / "tb") if value.HasField("histo")}
+    assert drawn.keys() == {(f"router/load_over_mean/layer_{layer}", 20) for layer in ("01", "12")}
+    first = drawn["router/load_over_mean/layer_01", 20]
+    assert (first.min, first.max, first.num, first.sum) == (0, 2, 4, 4)
+    at = {round(limit, 2): count for limit, count in zip(first.bucket_limit, first.bucket, strict=True) if count}
+    assert at == {0.05: 1, 1.05: 2, 2.0: 1}  # right edges
 
 
 def test_device_scalars_are_read_as_numbers():

@@ -4,7 +4,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from k3train.config.schema import Config
+from k3train.config.schema import Config, OptimConfig
 from k3train.train.phases import PHASES, resolve
 
 
@@ -20,6 +20,9 @@ def test_pretrain_starts_fresh_or_from_another_run():
     continued = "\n".join(resolve(Config(init_from="runs/a")))
     assert "weights and router bias from runs/a" in continued
     assert "starts anew: optimizer state, learning-rate schedule, data position, step" in continued
+    assert "router bias: moved by optim.balance=quantile" in continued
+    frozen = Config(init_from="runs/a", optim=OptimConfig(balance="none"))
+    assert "router bias: frozen" in "\n".join(resolve(frozen))
 
 
 @pytest.mark.parametrize("phase", ["long_context", "cooldown"])
