@@ -55,6 +55,32 @@ def test_a_non_finite_step_is_as_if_it_had_not_happened(whole):
     assert metrics["nonfinite_steps"] == 1 and not np.isfinite(metrics["loss"])
 
 
+@pytest.mark.parametrize("weight", [np.nan, 3e38], ids=["nan", "overflow"])
+def test_a_skipped_step_leaves_no_trace_in_those_after_it(whole, weight):
+    """Bad, good, bad, bad, good ends where good, good does, to the last bit: weights, moments, schedule, router bias."""
+    good = [whole.put_batch(micro.batch(seed)) for seed in (0, 1)]
+    rows = micro.batch(2)
+    bad = whole.put_batch(rows | {"loss_mask": np.where(rows["loss_mask"] > 0, weight, 0).astype(np.float32)})
+    wanted, state = whole.init(), whole.init()
+    expected = []
+    for batch in good:
+        wanted, metrics = whole.train_step(wanted, batch)
+        expected.append(jax.device_get(metrics))
+    seen, streaks, clipped = [], [], []
+    for batch in (bad, good[0], bad, bad, good[1]):
+        state, metrics = whole.train_step(state, batch)
+        seen.append(jax.device_get(metrics))
+        streaks.append(int(metrics["nonfinite_streak"]))
+        clipped.append(int(metrics["qk_clip/num_clipped"]))
+    assert streaks == [1, 0, 1, 2, 0] and clipped[0] == clipped[2] == 0
+    for part in ("params", "opt_state", "bias"):
+        jax.tree.map(np.testing.assert_array_equal, getattr(state, part), getattr(wanted, part))
+    assert (state.step, state.nonfinite, wanted.step, wanted.nonfinite) == (5, 3, 2, 0)
+    for got, want in zip((seen[1], seen[4]), expected, strict=True):
+        assert got["loss"] == want["loss"] and got["learning_rate"] == want["learning_rate"]
+    assert seen[0]["learning_rate"] == expected[0]["learning_rate"]  # of the update that was not made
+
+
 def test_the_router_bias_balances_one_batch(whole):
     state, batch = whole.init(), whole.put_batch(micro.batch(1))
     loads = []
