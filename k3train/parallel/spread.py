@@ -1,24 +1,28 @@
 """A batch of sharded matrices, brought whole onto the devices, worked on, and brought back.
 
-Newton-Schulz needs whole matrices. Where there are batch axes long enough, the mesh axes that split the matrices are
-moved to them: each device then holds some whole matrices instead of a piece of each, and there is no communication
-inside the iteration. A move is one all-to-all of the data a device holds, there and back; nothing is replicated. Mesh
-axes over which the matrices are copies share out the batch as well; the results come back by one all-gather.
+Newton-Schulz needs whole matrices. Each device gives away its pieces of most matrices and gets the missing pieces of a
+few: one all-to-all over the mesh axes that split the matrices, there and back, and no communication inside the
+iteration. Nothing is replicated. Mesh axes over which the matrices are copies share out the batch as well; the results
+come back by one all-gather.
 
-On a CPU a device works on as many matrices at a time as its cache holds.
+What a device receives is therefore its share of the matrices without the pieces it had, then its pieces of all results
+without those of its own share: the least that is possible when every matrix is worked on by one device, rounded up to
+the device with most matrices. tests/optim/test_traffic.py reads it off the compiled program.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import AxisType, PartitionSpec
 
 MeshAxes = tuple[str, ...]
 Function = Callable[[jax.Array], jax.Array]
 
-#: Numbers that a CPU works on at a time: 2 MiB, the second-level caches of two cores (scripts/bench_step.py).
+#: Numbers that a CPU works on at a time: 2 MiB, the second-level caches of two cores (scripts/bench_muon.py).
 CACHED_NUMBERS = 2**19
 
 
@@ -46,91 +50,65 @@ def on_whole_matrices(function: Function, x: jax.Array, split: Sequence[MeshAxes
     """`function(x)` for a function that treats every matrix of a batch alone and keeps zero matrices zero.
 
     Args:
-        function: takes [..., rows, cols].
+        function: takes [number, rows, cols], or all of `x` where `split` is not known.
         x: [count, batch..., rows, cols].
-        split: for each axis of `x` the mesh axes that split it; none for the first. A mesh axis for which the batch is
-            too short stays where it is. `None`: not known, only that the first axis is not split.
+        split: for each axis of `x` the mesh axes that split it; none for the first. `None`: not known, only that the
+            first axis is not split.
     """
     if split is None:
         return _few_at_a_time(function, x)
-    layouts = _layouts(x.shape, split)
-    if len(layouts) == 1:
-        return _on_each_device(function, x, layouts[0])
-    missing = -len(x) % _parts(layouts[-1][0])
-    y = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-    for layout in layouts:
-        # without the barrier XLA joins the all-to-alls of different leaves and then refuses their different shapes
-        y = jax.lax.optimization_barrier(jax.lax.with_sharding_constraint(y, PartitionSpec(*layout)))
-    y = _on_each_device(function, y, layouts[-1])
-    for layout in reversed(layouts):
-        y = jax.lax.with_sharding_constraint(y, PartitionSpec(*layout))
-    return y[: len(x)]
-
-
-def _on_each_device(function: Function, x: jax.Array, layout: Sequence[MeshAxes]) -> jax.Array:
-    """`function` of the matrices that each device holds; a matrix that is still split is the compiler's affair."""
-    if layout[-2] or layout[-1]:
-        return function(x)
+    sizes = _sizes()
+    if not sizes:
+        return _few_at_a_time(function, x.reshape(-1, *x.shape[-2:])).reshape(x.shape)
+    number = prod(x.shape[:-2]) // prod(sizes[name] for names in split[:-2] for name in names)
+    exchange = partial(_exchange, function, sizes, split[-2], split[-1], _idle(sizes, split, number))
 
     def local(part: jax.Array) -> jax.Array:
-        return _few_at_a_time(function, part.reshape(-1, *part.shape[-2:])).reshape(part.shape)
+        return exchange(part.reshape(-1, *part.shape[-2:])).reshape(part.shape)
 
-    if not _sizes():
-        return local(x)
-    spec = PartitionSpec(*layout)
-    return jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names=set(_sizes()), check_vma=False)(x)
+    spec = PartitionSpec(*split)
+    return jax.shard_map(local, in_specs=spec, out_specs=spec, axis_names=set(sizes), check_vma=False)(x)
+
+
+def _idle(sizes: dict[str, int], split: Sequence[MeshAxes], number: int) -> MeshAxes:
+    """Mesh axes over which the matrices are copies, as far as sharing them out leaves a device fewer matrices."""
+    parts, idle = prod(sizes[name] for name in (*split[-2], *split[-1])), []
+    for name in sorted(sizes.keys() - {name for names in split for name in names}):
+        if parts < number:
+            idle.append(name)
+            parts *= sizes[name]
+    return tuple(idle)
+
+
+def _exchange(
+    function: Function, sizes: dict[str, int], row_axes: MeshAxes, col_axes: MeshAxes, idle: MeshAxes, x: jax.Array
+) -> jax.Array:
+    """On one device: pieces [N, r, c] of all matrices in, pieces of all results out."""
+    R, C, shares = (prod(sizes[name] for name in names) for names in (row_axes, col_axes, idle))
+    N, r, c = x.shape
+    share = -(-N // shares)  # matrices for each of the devices that hold the same pieces
+    n = -(-share // (R * C))  # whole matrices on every device
+    if idle:
+        x = _padded(x, share * shares)
+        x = lax.dynamic_slice_in_dim(x, lax.axis_index(idle) * share, share)
+    if R * C > 1:
+        x = _padded(x, n * R * C).reshape(R * C, n, r, c)
+        x = lax.all_to_all(x, row_axes + col_axes, 0, 0)
+        x = x.reshape(R, C, n, r, c).transpose(2, 0, 3, 1, 4).reshape(n, R * r, C * c)
+    x = _few_at_a_time(function, x)
+    if R * C > 1:
+        x = x.reshape(n, R, r, C, c).transpose(1, 3, 0, 2, 4).reshape(R * C, n, r, c)
+        x = lax.all_to_all(x, row_axes + col_axes, 0, 0)
+        x = x.reshape(R * C * n, r, c)[:share]
+    return lax.all_gather(x, idle, tiled=True)[:N] if idle else x
+
+
+def _padded(x: jax.Array, number: int) -> jax.Array:
+    return jnp.pad(x, ((0, number - len(x)), (0, 0), (0, 0)))
 
 
 def _few_at_a_time(function: Function, x: jax.Array) -> jax.Array:
     """`function(x)`, on a CPU in pieces of the first axis that fit into the cache."""
     if jax.default_backend() != "cpu" or x.size <= CACHED_NUMBERS:
         return function(x)
-    return jax.lax.map(function, x, batch_size=max(1, CACHED_NUMBERS * len(x) // x.size))
-
-
-def _parts(names: MeshAxes) -> int:
-    sizes = _sizes()
-    return prod(sizes[name] for name in names)
-
-
-def _layouts(shape: Sequence[int], split: Sequence[MeshAxes]) -> list[list[MeshAxes]]:
-    """Shardings on the way from `split` to whole matrices spread over the devices.
-
-    One mesh axis moves at a time, because XLA replicates when it is to move two at once.
-    """
-    spread = list(split)  # of the batch axes; what is still to be moved off the matrices does not matter here
-    moves: list[tuple[str, int | None, int]] = []  # mesh axis, from, to
-    for source in (-2, -1):
-        for name in reversed(split[source]):
-            target = _target(shape, spread, name)
-            if target is None:
-                break
-            spread[target] = (*spread[target], name)
-            moves.append((name, source, target))
-    idle = []
-    for name in sorted(_sizes().keys() - {name for names in split for name in names}):
-        target = _target(shape, spread, name)
-        if target is not None:
-            spread[target] = (*spread[target], name)
-            idle.append((name, None, target))
-    layouts = [list(split)]
-    for name, source, target in idle + moves:
-        layout = list(layouts[-1])
-        layout[target] = (*layout[target], name)
-        if source is not None:
-            layout[source] = layout[source][:-1]
-        layouts.append(layout)
-    return layouts
-
-
-def _target(shape: Sequence[int], spread: Sequence[MeshAxes], name: str) -> int | None:
-    """The batch axis that takes one more mesh axis with the least padding; None if every one is too short."""
-    best, least = None, 0.0
-    for axis, length in enumerate(shape[:-2]):
-        parts = _parts((*spread[axis], name))
-        if parts > length or (axis > 0 and length % parts):  # only the first axis is padded
-            continue
-        waste = -length % parts / length
-        if best is None or waste < least:
-            best, least = axis, waste
-    return best
+    return lax.map(function, x, batch_size=max(1, CACHED_NUMBERS * len(x) // x.size))
