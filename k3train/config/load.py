@@ -1,7 +1,8 @@
 """Config file -> overrides from the command line -> frozen dataclasses.
 
 A config file is Python of the user's own, with `get_config()` returning the differences from the schema. The
-`config.json` of a run is data: it is read here too, and never executed.
+`config.json` of a run is data: it is read here too, and never executed. A run's folder may stand for a config file: the
+configuration of a trained or imported run to start from.
 """
 
 import json
@@ -20,6 +21,7 @@ from k3train.config.schema import SECTIONS, Config
 from k3train.config.values import KNOBS, at, convert, flat_values, flatten, freeze, parse, unknown
 
 COMMAND_LINE = "command line"
+RUN_CONFIG = "config.json"
 _REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
@@ -93,7 +95,7 @@ _reading = _Reading()
 
 
 def find(name: str | Path) -> Path:
-    """Path of a config file given by its path, or by its bare name in a configs folder.
+    """Path of a config file given by its path, its bare name in a configs folder, or the folder of a run.
 
     Raises:
         ConfigError: there is no such file.
@@ -101,6 +103,8 @@ def find(name: str | Path) -> Path:
     path = Path(name)
     if path.is_file():
         return path.resolve()
+    if (path / RUN_CONFIG).is_file():
+        return (path / RUN_CONFIG).resolve()
     folders = [*_reading.folders[-1:], Path("configs"), _REPOSITORY_CONFIGS]
     known = {p.stem: p for folder in reversed(folders) for p in sorted(folder.glob("*.py"))}
     if str(name) in known:
@@ -121,8 +125,12 @@ def derive(name: str) -> Knobs:
 
 
 def _execute(path: Path) -> Knobs:
-    """Run a config file and note what it said."""
+    """Run a config file, or read that of a run, and note what it said."""
     module = ModuleType(f"k3train_config_{path.stem}")
+    if path.name == RUN_CONFIG:
+        config = Knobs(asdict(from_json(path.read_text(encoding="utf-8"), _shown(path))))
+        _reading.finished.append((module, flatten(config.to_dict(), _shown(path))))
+        return config
     module.__file__ = str(path)
     _reading.folders.append(path.parent)
     try:

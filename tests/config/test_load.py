@@ -1,7 +1,7 @@
 """Reading config files, overrides and config.json."""
 
 import json
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import pytest
 
@@ -89,6 +89,24 @@ def test_mistakes_in_a_file_are_refused_with_the_line(tmp_path, body, parts):
         load(write(tmp_path, body))
     for part in parts:
         assert part in str(refusal.value)
+
+
+def test_a_run_stands_for_a_config_file(tmp_path):
+    """Its configuration is read as data, by `--config` and by `derive`."""
+    run = tmp_path / "runs" / "imported"
+    run.mkdir(parents=True)
+    config, _ = load("tiny", ["--config.seed=7"])
+    (run / "config.json").write_text(to_json(config))
+    for name in (run, run / "config.json"):
+        got, sources = load(name, ["--config.num_steps=3"])
+        assert got == replace(config, num_steps=3)
+        assert sources["seed"] == "config.json" and sources["num_steps"] == COMMAND_LINE
+    file = tmp_path / "more.py"
+    file.write_text(f"from k3train.config.load import derive\ndef get_config():\n    return derive({str(run)!r})\n")
+    assert load(file)[0] == config
+    (run / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="config.json: line 1 is not JSON"):
+        load(run)
 
 
 def test_a_whole_section_may_be_replaced(tmp_path):
