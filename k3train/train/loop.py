@@ -2,6 +2,7 @@
 
 import json
 import logging
+import math
 import os
 import signal
 import threading
@@ -229,7 +230,7 @@ class _Run:
         """Say when routing has collapsed."""
         model = self.config.model
         share = record.get("router/max_over_mean_load", 0.0) * model.num_experts_per_token / model.num_experts
-        if share > 0.9 and model.num_experts > model.num_experts_per_token:
+        if math.isfinite(record["loss"]) and share > 0.9 and model.num_experts > model.num_experts_per_token:
             _LOG.warning(
                 "step %d: one expert is chosen by %.0f %% of the tokens (optim.balance=%s, %d of %d experts per token)",
                 step, 100 * share, self.config.optim.balance, model.num_experts_per_token, model.num_experts,

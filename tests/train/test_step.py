@@ -57,7 +57,7 @@ def test_a_non_finite_step_is_as_if_it_had_not_happened(whole):
 
 @pytest.mark.parametrize("weight", [np.nan, 3e38], ids=["nan", "overflow"])
 def test_a_skipped_step_leaves_no_trace_in_those_after_it(whole, weight):
-    """Bad, good, bad, bad, good ends where good, good does, to the last bit: weights, moments, schedule, router bias."""
+    """Bad, good, bad, bad, good ends where good, good does, to the last bit: weights, moments, schedule, bias."""
     good = [whole.put_batch(micro.batch(seed)) for seed in (0, 1)]
     rows = micro.batch(2)
     bad = whole.put_batch(rows | {"loss_mask": np.where(rows["loss_mask"] > 0, weight, 0).astype(np.float32)})
