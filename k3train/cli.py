@@ -130,15 +130,23 @@ def _parser() -> _Parser:
     _run_options(evaluate)
     _devices_option(evaluate)
 
-    generate = command("generate", _generate, "continue a text with a trained or imported run")
+    generate = command("generate", _generate, "continue texts with a trained or imported run")
     _run_options(generate)
-    generate.add_argument("--prompt", required=True, help="text to continue")
+    asked = generate.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", help="text to continue")
+    asked.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="texts to continue, one a line (.jsonl: JSON texts); what they begin with in common is computed once",
+    )  # fmt: skip
     generate.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add at most (200)")
     generate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (1.0)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of the probability kept (1.0)")
     generate.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (0)")
+    generate.add_argument("--report", action="store_true", help="print reused tokens, times and cache bytes of each")
+    generate.add_argument("--cache-mib", type=int, default=1024, metavar="N", help="budget of the prefix cache (1024)")
+    generate.add_argument("--cache-block", type=int, default=512, metavar="N", help="tokens of its blocks (512)")
 
-    plan = command("plan", _plan, "parameters and bytes per device of a configuration; needs no accelerator")
+    plan = command("plan", _plan, "parameters, operations and bytes of a configuration; needs no accelerator")
     _config_option(plan)
     plan.add_argument("--devices", type=int, metavar="N", help="refuse a mesh that is not of this size")
     plan.add_argument("--optimizer", action="store_true", help="also print which optimizer moves which parameter")
@@ -229,33 +237,44 @@ def _eval(parsed: argparse.Namespace) -> int:
 
 
 def _generate(parsed: argparse.Namespace) -> int:
+    from k3train.inference.answer import read_prompts, report
+    from k3train.inference.prefix_cache import PrefixCache
     from k3train.inference.run import load
     from k3train.parallel.devices import keep_compiled_programs
 
+    prompts = read_prompts(parsed.prompts) if parsed.prompts else [parsed.prompt]
+    cache = PrefixCache(parsed.cache_mib * 2**20, parsed.cache_block)
     keep_compiled_programs()
-    texts = load(parsed.workdir, parsed.step).generate(
-        [parsed.prompt],
+    answers = load(parsed.workdir, parsed.step).answers(
+        prompts,
+        cache,
         max_tokens=parsed.max_tokens,
         temperature=parsed.temperature,
         top_p=parsed.top_p,
         seed=parsed.seed,
     )
-    print(parsed.prompt + texts[0])
+    done = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        print(prompt + answer.text, flush=True)
+        done.append(answer)
+    if parsed.report:
+        print(f"\n{report(done)}")
     return DONE
 
 
 def _plan(parsed: argparse.Namespace) -> int:
     config, _ = _load(parsed)
     check(config, parsed.devices, trainable=False)
-    from k3train.audit import flops, params
+    from k3train.audit import flops, memory, params
 
     if parsed.json:
         head = {"config": parsed.config, "devices": mesh_size(config.mesh)}
-        print(json.dumps({**head, **params.report(config), "flops_per_token": flops.report(config)}, indent=2))
+        body = {**params.report(config), "flops_per_token": flops.report(config), **memory.report(config)}
+        print(json.dumps({**head, **body}, indent=2))
         return DONE
     print(f"mesh: {mesh_text(config.mesh)}\n\n{params.table(params.count(config))}\n\n{params.CONVENTION}\n")
     print(params.bytes_text(config))
-    print(flops.text(config))
+    print(f"{flops.text(config)}\n\n{memory.text(config)}")
     if parsed.optimizer:
         print(f"\n{params.optimizer_text(config)}")
     return DONE

@@ -15,6 +15,7 @@ from k3train import cli
 from k3train.audit.params import local_size
 from k3train.config.load import load, to_json
 from k3train.config.values import KNOBS
+from k3train.inference.answer import Answer
 from k3train.parallel.devices import prepare_devices
 
 ROOT = Path(__file__).parents[1]
@@ -79,7 +80,8 @@ def test_a_misspelt_knob(capsys):
         (["plan", "--config", TINY, "--devices", "4"], ["needs 8 devices, there are 4"]),
         (["eval", "--workdir", "nowhere"], ["nowhere is not the folder of a run", "config.json"]),
         (["eval", "--workdir", "nowhere", "--config.seed=3"], ["eval takes no --config.* values"]),
-        (["generate", "--workdir", "nowhere"], ["required: --prompt"]),
+        (["generate", "--workdir", "nowhere"], ["--prompt --prompts is required"]),
+        (["generate", "--workdir", "x", "--prompt", "a", "--cache-block", "0"], ["blocks of 0 tokens"]),
         (["show-config", "--config", TINY, "--config.log.tensorboard=1"], ["log.tensorboard='1'", "true or false"]),
     ],
 )  # fmt: skip
@@ -126,11 +128,12 @@ def test_train_hands_over_and_returns_the_code_of_the_loop(room, code):
     assert calls[1][1] == Path("elsewhere")
 
 
-def test_eval_and_generate_use_the_run(room, run_folder, capsys):
+def test_eval_and_generate_use_the_run(room, run_folder, tmp_path, capsys):
     class Run:
-        def generate(self, prompts, **options):
+        def answers(self, prompts, cache, **options):
             assert options == {"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "seed": 1}
-            return [" world"]
+            assert (cache.budget, cache.block) == ((2**30, 512) if len(prompts) == 1 else (3 * 2**20, 64))
+            return (Answer([1], 4, 2, 0.5, 0.25, 100, 0, text=f" world {n}") for n, _ in enumerate(prompts))
 
     asked = []
     room("k3train.train.evaluate", evaluate_run=lambda workdir, step: {"eval/loss": 1.25, "step": step})
@@ -139,8 +142,17 @@ def test_eval_and_generate_use_the_run(room, run_folder, capsys):
     assert capsys.readouterr().out == "eval/loss 1.25\nstep 7\n"
     options = ["--prompt", "hello", "--max-tokens", "5", "--temperature", "0.5", "--top-p", "0.9", "--seed", "1"]
     assert cli.main(["generate", "--workdir", str(run_folder), *options]) == 0
-    assert capsys.readouterr().out == "hello world\n"
+    assert capsys.readouterr().out == "hello world 0\n"
     assert asked == [(run_folder, None)]
+
+    file = tmp_path / "prompts"
+    file.write_text("hello\nwell\n")
+    options = ["--prompts", str(file), "--report", *options[2:], "--cache-mib", "3", "--cache-block", "64"]
+    assert cli.main(["generate", "--workdir", str(run_folder), *options]) == 0
+    one, two, empty, head, *rows = capsys.readouterr().out.splitlines()
+    assert (one, two, empty) == ("hello world 0", "well world 1", "")
+    assert "hit rate" in head and [row.split()[0] for row in rows] == ["0", "1", "all"]
+    assert "/nowhere" in refused(capsys, "generate", "--workdir", "x", "--prompts", "/nowhere")
 
 
 def test_import_hands_over(room, tmp_path):
@@ -211,8 +223,12 @@ def test_plan_prints_the_counts(capsys):
     assert found["parameters"].keys() == {"stored", "total", "activated", "routed", "always_on"}
     assert found["bytes_per_device"]["parameters"] > 0
     assert found["flops_per_token"]["training"] == 3 * found["flops_per_token"]["forward"] > 0
+    assert found["weight_bytes"].keys() == {"float32", "bfloat16", "mxfp4"}
+    assert found["decode"]["contexts"][2]["tokens"] == 2**20
     assert cli.main(["plan", "--config", TINY]) == 0
-    assert f"{found['parameters']['total']:,}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    for number in (found["parameters"]["total"], found["weight_bytes"]["mxfp4"], found["decode"]["kda_state_bytes"]):
+        assert f"{number:,}" in out
 
 
 def test_plan_prints_the_optimizer_of_every_parameter(capsys):

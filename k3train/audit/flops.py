@@ -16,7 +16,7 @@ class Flops:
 
     weights: float  # products with parameters: two per activated parameter
     mla: float  # scores and values over the visible keys
-    kda: float  # the chunked recurrence
+    kda: float  # the recurrence
     attn_res: float  # the readers over depth
 
     @property
@@ -40,6 +40,20 @@ def per_token(config: Config) -> Flops:
     )
 
 
+def decode(config: Config, context: int) -> Flops:
+    """One more token after `context` others: recurrent KDA, and MLA on the latents themselves."""
+    model = config.model
+    H, R, P = model.mla_num_heads, model.mla_kv_lora_rank, model.mla_qk_rope_head_dim
+    # absorbed: scores against latent and extra key, values mixed as latents
+    pair = 2.0 * H * (R + P + R) * len(model.mla_layers)
+    return Flops(
+        weights=2.0 * count(config).activated,
+        mla=pair * (context + 1),
+        kda=_kda_recurrent_token(model),
+        attn_res=_readers_token(model),
+    )
+
+
 def _mla_pair(model: ModelConfig) -> float:
     """Operations of one (query, visible key) in all MLA layers."""
     channels = model.mla_qk_nope_head_dim + model.mla_qk_rope_head_dim + model.mla_v_head_dim
@@ -51,6 +65,11 @@ def _kda_token(model: ModelConfig) -> float:
     K = V = model.kda_head_dim
     C = model.kda_chunk_size
     return 2.0 * model.kda_num_heads * (C * (3 * K + 2 * V) + 3 * K * V) * len(model.kda_layers)
+
+
+def _kda_recurrent_token(model: ModelConfig) -> float:
+    """Token by token: one product for the decay, one multiply-add each for recall, write and read."""
+    return 7.0 * model.kda_num_heads * model.kda_head_dim**2 * len(model.kda_layers)
 
 
 def _readers_token(model: ModelConfig) -> float:

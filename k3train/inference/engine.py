@@ -5,7 +5,6 @@ long prompts go through in several pieces. So the number of compiled programs gr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
@@ -16,8 +15,18 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from k3train.config.schema import ModelConfig
 from k3train.core.tree import Tree
 from k3train.inference.sample import NONFINITE, Sampling, draw
-from k3train.model.cache import KdaCache, MlaCache
-from k3train.model.k3 import Cache, blueprint, init_cache
+from k3train.inference.state import (
+    HostArrays,
+    Sequences,
+    State,
+    empty,
+    filled,
+    fixed_arrays,
+    growing_arrays,
+    room,
+    shardings,
+)
+from k3train.model.k3 import blueprint
 from k3train.parallel.mesh import BATCH_AXES, use_mesh
 from k3train.parallel.rules import param_shardings, spec
 
@@ -25,11 +34,6 @@ from k3train.parallel.rules import param_shardings, spec
 CHUNK = 512
 _SHORTEST_PIECE = 16
 _SMALLEST_CAPACITY = 64
-#: Logical axes of the cached arrays, the stack of layers first; a short convolution's channels are split by heads.
-_CACHE_AXES = {
-    KdaCache: ((None, "act_batch", None, "act_heads"), (None, "act_batch", "act_heads", None, None)),
-    MlaCache: ((None, "act_batch", None, None),),
-}
 #: What a row that has stopped emits.
 _STOPPED = -1
 
@@ -48,35 +52,14 @@ class Weights(NamedTuple):
     bias: Tree
 
 
-class State(NamedTuple):
-    """Decode state on the device."""
-
-    cache: Cache
-    hidden: jax.Array  # [B, D] of each row's last token, before the head
-
-
 class Request(NamedTuple):
     """`Sampling` and the stop tokens as arrays, so that their values are not compiled in."""
 
     seed: jax.Array  # uint32
     temperature: jax.Array  # float32
     top_p: jax.Array  # float32
+    first_row: jax.Array  # int32, the number of the batch's first row, of which the draws are made
     stops: jax.Array  # bool [vocabulary]: tokens that end a row
-
-
-@dataclass(frozen=True)
-class Sequences:
-    """A batch under way. Whatever continues it consumes it: its arrays are written in place.
-
-    Attributes:
-        state: on the device, for a bucket of rows of which the first `len(lengths)` are in use.
-        lengths: int64 [rows], tokens seen so far.
-        capacity: tokens that fit in each row.
-    """
-
-    state: State
-    lengths: np.ndarray
-    capacity: int
 
 
 def bucket(count: int, least: int = 1) -> int:
@@ -108,7 +91,8 @@ class Engine:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._per_row = NamedSharding(mesh, spec(("act_batch",)))
         self._per_token = NamedSharding(mesh, spec(("act_batch", "act_seq")))
-        state, everywhere = self._state_shardings(), self._everywhere
+        state, everywhere = shardings(config, mesh), self._everywhere
+        self._state_shardings = state
         weights = self._weight_shardings = Weights(
             param_shardings(self._blueprint.infos, mesh),
             jax.tree.map(lambda _: everywhere, self._blueprint.abstract_bias),
@@ -121,6 +105,8 @@ class Engine:
             self._piece,
             in_shardings=(weights, state, self._per_token, self._per_row), out_shardings=state, donate_argnums=1,
         )  # fmt: skip
+        self._fixed = jax.jit(self._fixed_of_row, out_shardings=everywhere)
+        self._latents = jax.jit(self._latents_of_row, static_argnums=3, out_shardings=everywhere)
         self._next = jax.jit(self._head, in_shardings=(weights, self._per_row), out_shardings=everywhere)
         self._decode = jax.jit(
             self._draw_and_feed,
@@ -182,9 +168,16 @@ class Engine:
             return np.asarray(self._next(weights, sequences.state.hidden))[: len(sequences.lengths)]
 
     def decode(
-        self, weights: Weights, sequences: Sequences, max_tokens: int, sampling: Sampling, stops: Sequence[int] = ()
-    ) -> list[list[int]]:
+        self, weights: Weights, sequences: Sequences, max_tokens: int, sampling: Sampling, stops: Sequence[int] = (),
+        *, first_row: int = 0,
+    ) -> tuple[list[list[int]], Sequences]:  # fmt: skip
         """Continues every row until a stop token (left out of the result) or `max_tokens`; consumes `sequences`.
+
+        Args:
+            first_row: number of the first row: row r draws and is named as row `first_row + r`.
+
+        Returns:
+            New token ids of every row; the sequences with these tokens appended.
 
         Raises:
             NonFiniteLogits: a row's next token cannot be drawn; names row and position.
@@ -199,26 +192,28 @@ class Engine:
             tokens = np.asarray(emitted)[:rows]
             for row in np.flatnonzero(tokens == NONFINITE):
                 position = sequences.lengths[row] + len(texts[row])
-                raise NonFiniteLogits(f"the logits of row {row} at position {position} are not finite")
+                raise NonFiniteLogits(f"the logits of row {first_row + row} at position {position} are not finite")
             going = np.flatnonzero(tokens >= 0)
             for row in going:
                 texts[row].append(int(tokens[row]))
             return len(going) > 0
 
-        state, request = sequences.state, self._request(sampling, stops)
+        state, request = sequences.state, self._request(sampling, stops, first_row)
         active = self._put(np.arange(self._rows(state)) < rows, self._per_row)
         drawn = self._put(np.zeros((), np.int32), self._everywhere)
-        previous = None
+        previous, going = None, True
         for _ in range(max_tokens):
             with use_mesh(self.mesh):
                 state, active, drawn, emitted = self._decode(weights, state, active, drawn, request)
             # read one step late, so that the device works on the next token meanwhile
-            if previous is not None and not collect(previous):
-                return texts
+            going = previous is None or collect(previous)
+            if not going:
+                break
             previous = emitted
-        if previous is not None:
+        if going and previous is not None:
             collect(previous)
-        return texts
+        lengths = sequences.lengths + np.array([len(text) for text in texts])
+        return texts, Sequences(state, lengths, sequences.capacity)
 
     def generate(
         self, weights: Weights, prompts: Sequence[Tokens], max_tokens: int, sampling: Sampling,
@@ -226,7 +221,52 @@ class Engine:
     ) -> list[list[int]]:  # fmt: skip
         """`decode` after a prefill of `prompts`, none of them empty."""
         sequences = self.start(len(prompts), max(map(len, prompts)) + max_tokens)
-        return self.decode(weights, self.extend(weights, sequences, prompts), max_tokens, sampling, stops)
+        return self.decode(weights, self.extend(weights, sequences, prompts), max_tokens, sampling, stops)[0]
+
+    # ---- a sequence's state in host memory
+
+    def fixed_state(self, sequences: Sequences, row: int = 0) -> HostArrays:
+        """What of a row's state does not grow with its length; consumes nothing.
+
+        Returns:
+            Of every stack of N KDA layers the tails [N, taps - 1, 3 * heads * head_dim] and the states float32
+            [N, heads, key, value]; last the hidden state [D] that the next token is drawn from.
+        """
+        state = sequences.state
+        with use_mesh(self.mesh):
+            return tuple(np.asarray(x) for x in self._fixed(fixed_arrays(state), state.hidden, np.int32(row)))
+
+    def latents(self, sequences: Sequences, first: int, count: int, row: int = 0) -> HostArrays:
+        """MLA latents of a row's places `first` to `first + count`, [N, count, R + P] of every stack of N layers.
+
+        Consumes nothing.
+        """
+        arrays = growing_arrays(sequences.state)
+        if not arrays:
+            return ()
+        size = min(bucket(count, _SHORTEST_PIECE), sequences.capacity)
+        start = min(first, sequences.capacity - size)
+        with use_mesh(self.mesh):
+            slices = self._latents(arrays, np.int32(row), np.int32(start), size)
+        if count == size:
+            return tuple(np.asarray(x) for x in slices)
+        parts = tuple(np.asarray(x)[:, first - start : first - start + count].copy() for x in slices)
+        for part in parts:
+            part.setflags(write=False)
+        return parts
+
+    def resume(self, length: int, fixed: HostArrays, latents: Sequence[HostArrays], capacity: int) -> Sequences:
+        """One row that stands where host arrays were taken, as a private copy of them.
+
+        Args:
+            length: tokens seen there.
+            fixed: from `fixed_state`.
+            latents: from `latents`, of all places in order, in any pieces.
+            capacity: tokens that must fit in all (rounded up to a bucket).
+        """
+        capacity = bucket(capacity, _SMALLEST_CAPACITY)
+        state = filled(self.config, self._row_bucket(1), capacity, length, fixed, latents)
+        return Sequences(jax.tree.map(self._put, state, self._state_shardings), np.array([length]), capacity)
 
     # ---- host helpers
 
@@ -242,42 +282,49 @@ class Engine:
         """A global array of which every process holds all values."""
         return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
 
-    def _request(self, sampling: Sampling, stops: Sequence[int]) -> Request:
+    def _request(self, sampling: Sampling, stops: Sequence[int], first_row: int) -> Request:
         marks = np.zeros(self.config.vocab_size, bool)
         marks[[stop for stop in stops if stop < self.config.vocab_size]] = True
-        seed, temperature = np.uint32(sampling.seed), np.float32(sampling.temperature)
-        values = (np.asarray(x) for x in (seed, temperature, np.float32(sampling.top_p), marks))
+        seed, temperature, top_p = (
+            np.uint32(sampling.seed),
+            np.float32(sampling.temperature),
+            np.float32(sampling.top_p),
+        )
+        values = (np.asarray(x) for x in (seed, temperature, top_p, np.int32(first_row), marks))
         return Request(*(self._put(x, self._everywhere) for x in values))
-
-    def _state_shardings(self) -> State:
-        """A sharding in place of every array of `State`: rows as in training, heads over tensor."""
-
-        def one(x):
-            if not isinstance(x, KdaCache | MlaCache):
-                return self._per_row
-            split = [NamedSharding(self.mesh, spec(names)) for names in _CACHE_AXES[type(x)]]
-            return jax.tree.unflatten(jax.tree.structure(x), split)
-
-        return jax.tree.map(one, jax.eval_shape(lambda: _empty(self.config, 1, 1)), is_leaf=_is_cache)
 
     # ---- traced from here on; Python runs through a function once for every program that is compiled
 
     def _empty_state(self, rows: int, capacity: int) -> State:
         self.programs.append(("start", rows, capacity))
-        return _empty(self.config, rows, capacity)
+        return empty(self.config, rows, capacity)
 
     def _full(self, weights: Weights, tokens_BS: jax.Array, segment_ids_BS: jax.Array) -> jax.Array:
         self.programs.append(("logits", *tokens_BS.shape))
         return self._blueprint.module(*weights).logits(tokens_BS, segment_ids_BS)[0]
 
     def _piece(self, weights: Weights, state: State, tokens_BS: jax.Array, counts_B: jax.Array) -> State:
-        self.programs.append(("extend", *tokens_BS.shape, _capacity(state)))
+        self.programs.append(("extend", *tokens_BS.shape, room(state)))
         model: Any = self._blueprint.module(*weights)
         return _advance(model, state, tokens_BS, counts_B)
 
     def _head(self, weights: Weights, hidden_BD: jax.Array) -> jax.Array:
         self.programs.append(("next", len(hidden_BD)))
         return _next_logits(self._blueprint.module(*weights), hidden_BD)
+
+    def _fixed_of_row(self, arrays: list[jax.Array], hidden_BD: jax.Array, row: jax.Array) -> tuple[jax.Array, ...]:
+        self.programs.append(("fixed", len(hidden_BD)))
+        return *(x[:, row] for x in arrays), hidden_BD[row]
+
+    def _latents_of_row(
+        self, latents: list[jax.Array], row: jax.Array, start: jax.Array, size: int
+    ) -> tuple[jax.Array, ...]:
+        self.programs.append(("latents", *latents[0].shape[1:3], size))
+
+        def cut(x):
+            return jax.lax.dynamic_slice(x, (0, row, start, 0), (len(x), 1, size, x.shape[3]))[:, 0]
+
+        return tuple(map(cut, latents))
 
     def _draw_and_feed(
         self, weights: Weights, state: State, active_B: jax.Array, drawn: jax.Array, request: Request
@@ -287,21 +334,16 @@ class Engine:
         Returns:
             state, active rows, number of tokens drawn, and what the host reads: token ids, `_STOPPED`, `NONFINITE`.
         """
-        self.programs.append(("decode", len(active_B), _capacity(state)))
+        self.programs.append(("decode", len(active_B), room(state)))
         model: Any = self._blueprint.module(*weights)
         logits_BX = _next_logits(model, state.hidden)
-        token_B = draw(logits_BX, request.seed, drawn, request.temperature, request.top_p)
+        token_B = draw(logits_BX, request.seed, drawn, request.temperature, request.top_p, first_row=request.first_row)
         stops_B = ~active_B | ((token_B >= 0) & request.stops[jnp.maximum(token_B, 0)])
         emitted_B = jnp.where(stops_B, _STOPPED, token_B)
         active_B = emitted_B >= 0
         fed_B = jnp.where(active_B, token_B, 0)
         state = _advance(model, state, fed_B[:, None], active_B.astype(jnp.int32))
         return state, active_B, drawn + 1, emitted_B
-
-
-def _empty(config: ModelConfig, rows: int, capacity: int) -> State:
-    hidden_BD = jnp.zeros((rows, config.hidden_size), config.compute_dtype)
-    return State(init_cache(config, rows, capacity), hidden_BD)
 
 
 def _next_logits(model: Any, hidden_BD: jax.Array) -> jax.Array:
@@ -316,16 +358,6 @@ def _advance(model: Any, state: State, tokens_BS: jax.Array, counts_B: jax.Array
     last_B11 = jnp.maximum(counts_B - 1, 0)[:, None, None]
     last_BD = jnp.take_along_axis(out.hidden, last_B11, axis=1)[:, 0]
     return State(out.cache, jnp.where(counts_B[:, None] > 0, last_BD, state.hidden))
-
-
-def _capacity(state: State) -> int:
-    """Tokens that the cache has room for; 0 for a model whose layers all have a state of fixed size."""
-    caches = jax.tree.leaves(state.cache.layers, is_leaf=_is_cache)
-    return max((cache.latent.shape[2] for cache in caches if isinstance(cache, MlaCache)), default=0)
-
-
-def _is_cache(x: Any) -> bool:
-    return isinstance(x, KdaCache | MlaCache)
 
 
 def _padded(x: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:

@@ -1,7 +1,8 @@
 """A run opened for use: its logits and its text, from the weights of a checkpoint or from those under training."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, overload
@@ -16,7 +17,9 @@ from k3train.config.load import from_json
 from k3train.config.schema import Config, ModelConfig
 from k3train.core.tree import Tree
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
+from k3train.inference.answer import Answer, answer
 from k3train.inference.engine import Engine, Weights
+from k3train.inference.prefix_cache import PrefixCache
 from k3train.inference.sample import Sampling
 from k3train.model.k3 import blueprint
 from k3train.parallel.mesh import make_mesh
@@ -119,20 +122,66 @@ class Run:
                 are not finite (names row and position).
         """
         sampling = Sampling(temperature, top_p, seed)
+        ids, as_text = self._prompts(prompts, max_tokens)
+        if not ids:
+            return []
+        stop = self.tokenizer.stop_ids if stop is None else stop
+        out = self._engine.generate(self.weights, ids, max_tokens, sampling, stop)
+        return [self.tokenizer.decode(row) for row in out] if as_text else out
+
+    def answers(
+        self,
+        prompts: Sequence[Any],
+        cache: PrefixCache | None = None,
+        *,
+        max_tokens: int = 200,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+        stop: Sequence[int] | None = None,
+    ) -> Iterator[Answer]:
+        """`generate`, one prompt after the other, each reusing the beginning that it shares with earlier ones.
+
+        >>> import k3train
+        >>> run = k3train.load("runs/tiny")
+        >>> cache = k3train.PrefixCache(budget=2**20, block=16)  # kept between calls, as long as the run
+        >>> prompts = ["def a_function_with_a_long_name(one, two): pass # " + x for x in ("first", "second")]
+        >>> [answer.reused_tokens for answer in run.answers(prompts, cache, max_tokens=4)]
+        [0, 48]
+
+        Args:
+            prompts, max_tokens, temperature, top_p, seed, stop: as for `generate`; the text is the same.
+            cache: states kept from earlier prompts, of this run only; gets those of the new ones. None: no reuse.
+
+        Returns:
+            For every prompt, as soon as it is done, its continuation with what was reused and how long it took.
+
+        Raises:
+            ValueError: as `generate`; a cache that holds states of other weights.
+        """
+        sampling = Sampling(temperature, top_p, seed)
+        ids, as_text = self._prompts(prompts, max_tokens)
+        stop = self.tokenizer.stop_ids if stop is None else stop
+        if cache is not None:
+            cache.belongs_to(self.weights)
+
+        def one(number: int, prompt: np.ndarray) -> Answer:
+            found = answer(self._engine, self.weights, cache, prompt, max_tokens, sampling, stop, number=number)
+            return replace(found, text=self.tokenizer.decode(found.tokens)) if as_text else found
+
+        return (one(number, prompt) for number, prompt in enumerate(ids))
+
+    def _prompts(self, prompts: Sequence[Any], max_tokens: int) -> tuple[list[np.ndarray], bool]:
+        """Token ids of every prompt, and whether they came as texts."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens}: must be at least 1")
         if isinstance(prompts, str):
             raise ValueError("prompts is one string; must be a list of them")
         prompts = list(prompts)
-        if not prompts:
-            return []
         as_text = [isinstance(prompt, str) for prompt in prompts]
-        if any(as_text) != all(as_text):
+        if len(set(as_text)) > 1:
             raise ValueError("prompts mixes texts and lists of token ids; must be all of one kind")
-        ids = [self._prompt(row, prompt) for row, prompt in enumerate(prompts)]
-        stop = self.tokenizer.stop_ids if stop is None else stop
-        out = self._engine.generate(self.weights, ids, max_tokens, sampling, stop)
-        return [self.tokenizer.decode(row) for row in out] if as_text[0] else out
+        return [self._prompt(row, prompt) for row, prompt in enumerate(prompts)], any(as_text)
 
     def _prompt(self, row: int, prompt: Any) -> np.ndarray:
         ids_S = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _integers(f"prompt {row}", prompt)

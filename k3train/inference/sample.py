@@ -40,21 +40,23 @@ class Sampling:
 
 
 def draw(
-    logits_BX: jax.Array, seed: jax.Array, drawn: jax.Array, temperature: jax.Array, top_p: jax.Array
-) -> jax.Array:
+    logits_BX: jax.Array, seed: jax.Array, drawn: jax.Array, temperature: jax.Array, top_p: jax.Array,
+    *, first_row: jax.Array | int = 0,
+) -> jax.Array:  # fmt: skip
     """The next token of every row, int32 [B]; NONFINITE where a logit is NaN or infinite.
 
     Args:
         logits_BX: float32.
         seed, temperature, top_p: as in `Sampling`, scalars.
         drawn: how many tokens each row has drawn before, int32 scalar.
+        first_row: number of the first row, int32 scalar.
     """
 
     def random():
         # the largest logit is 0 and stays 0: a tiny temperature turns into greedy, not into NaN
         scaled_BX = (logits_BX - jnp.max(logits_BX, axis=-1, keepdims=True)) / jnp.maximum(temperature, 1e-30)
         kept_BX = jnp.where(nucleus(scaled_BX, top_p), scaled_BX, -jnp.inf)
-        rows = jnp.arange(logits_BX.shape[0])
+        rows = first_row + jnp.arange(logits_BX.shape[0])
         keys = jax.vmap(lambda row: jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), row), drawn))(rows)
         return jax.vmap(jax.random.categorical)(keys, kept_BX).astype(jnp.int32)
 

@@ -21,6 +21,20 @@ class Micro(NamedTuple):
         return jax.tree.map(lambda x, like: jax.device_put(x, like.sharding), self.weights, engine.abstract_weights())
 
 
+def random_weights(engine: Engine) -> Weights:
+    """By numpy: the model's own initialisers would be compiled one by one."""
+    rng = np.random.default_rng(7)
+    centres = {"gain": 1.0, "o_norm": 1.0, "dt_bias": -4.0}  # norms near 1; slow decay, so that states last
+
+    def random(path, x):
+        name = path[-1].key
+        spread = 0.1 if name in ("gain", "query") else 0.2
+        value = centres.get(name, 0.0) + spread * rng.normal(size=x.shape)
+        return jax.device_put(value.astype(x.dtype), x.sharding)
+
+    return jax.tree_util.tree_map_with_path(random, engine.abstract_weights())
+
+
 @pytest.fixture(scope="session")
 def micro() -> Micro:
     config = ModelConfig(
@@ -31,13 +45,4 @@ def micro() -> Micro:
         moe_intermediate_size=16, moe_latent_size=16, init_fan_in=True,
     )  # fmt: skip
     engine = Engine(config, make_mesh({}, jax.devices()[:1]), chunk=32)
-    rng = np.random.default_rng(7)  # numpy: the model's own initialisers would be compiled one by one
-    centres = {"gain": 1.0, "o_norm": 1.0, "dt_bias": -4.0}  # norms near 1; slow decay, so that states last
-
-    def random(path, x):
-        name = path[-1].key
-        spread = 0.1 if name in ("gain", "query") else 0.2
-        value = centres.get(name, 0.0) + spread * rng.normal(size=x.shape)
-        return jax.device_put(value.astype(x.dtype), x.sharding)
-
-    return Micro(config, jax.tree_util.tree_map_with_path(random, engine.abstract_weights()), engine)
+    return Micro(config, random_weights(engine), engine)
