@@ -39,8 +39,8 @@ class MLP(nnx.Module):
         dtype = x_BSD.dtype
         gate_BSF = jnp.einsum("BSD,DF->BSF", x_BSD, self.gate[...].astype(dtype))
         up_BSF = jnp.einsum("BSD,DF->BSF", x_BSD, self.up[...].astype(dtype))
-        # both are kept for the backward pass anyway; without the barrier XLA on a CPU computes the activation's derivative
-        # inside the transposition that the weight gradient needs, several times slower
+        # both are kept for the backward pass anyway; without the barrier XLA on a CPU computes the activation's
+        # derivative inside the transposition that the weight gradient needs, several times slower
         gate_BSF, up_BSF = jax.lax.optimization_barrier((gate_BSF, up_BSF))
         inner_BSF = shard(self.activation(gate_BSF, up_BSF), "act_batch", "act_seq", "act_mlp")
         y_BSD = jnp.einsum("BSF,FD->BSD", inner_BSF, self.down[...].astype(dtype))
