@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import signal
 import threading
@@ -217,7 +216,9 @@ class _Run:
             self.clock.resume()
         self.last = record
         self.writer.write(record, self._by_layer(loads))
-        self._check_load(step, record)
+        model = self.config.model
+        if collapsed := metrics.collapsed_routing(record, model.num_experts, model.num_experts_per_token):
+            _LOG.warning("step %d: %s (optim.balance=%s)", step, collapsed, self.config.optim.balance)
         num_steps = self.config.num_steps
         _say(metrics.progress(record, num_steps, self.clock.left(num_steps - step)))
         self.checkpoints.check()
@@ -225,16 +226,6 @@ class _Run:
     def _by_layer(self, loads: jax.Array | None) -> dict[int, np.ndarray]:
         """Tokens of every expert, by MoE layer."""
         return {} if loads is None else dict(zip(sorted(self.config.model.moe_layers), np.asarray(loads), strict=True))
-
-    def _check_load(self, step: int, record: Mapping[str, float]) -> None:
-        """Say when routing has collapsed."""
-        model = self.config.model
-        share = record.get("router/max_over_mean_load", 0.0) * model.num_experts_per_token / model.num_experts
-        if math.isfinite(record["loss"]) and share > 0.9 and model.num_experts > model.num_experts_per_token:
-            _LOG.warning(
-                "step %d: one expert is chosen by %.0f %% of the tokens (optim.balance=%s, %d of %d experts per token)",
-                step, 100 * share, self.config.optim.balance, model.num_experts_per_token, model.num_experts,
-            )  # fmt: skip
 
     def _check_finite(self, step: int, numbers: Mapping[str, Any]) -> None:
         streak, limit = numbers["nonfinite_streak"], self.config.optim.max_consecutive_nonfinite

@@ -160,6 +160,14 @@ def progress(record: Mapping[str, float], num_steps: int, seconds_left: float | 
     return "  ".join(parts)
 
 
+def collapsed_routing(record: Mapping[str, float], num_experts: int, num_selected: int) -> str:
+    """What to say when nearly all tokens choose the same expert; empty otherwise, and when the step was not finite."""
+    share = record.get("router/max_over_mean_load", 0.0) * num_selected / num_experts
+    if share <= 0.9 or num_selected == num_experts or not math.isfinite(record["loss"]):
+        return ""
+    return f"one expert is chosen by {100 * share:.0f} % of the tokens, {num_selected} of {num_experts} experts a token"
+
+
 def duration(seconds: float) -> str:
     """`7s`, `3m05s`, `2h07m`, `3d04h`."""
     whole = round(seconds)

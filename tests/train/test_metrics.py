@@ -8,7 +8,7 @@ import pytest
 from tensorboardX.proto.event_pb2 import Event
 
 from k3train.train import metrics
-from k3train.train.metrics import METRICS, Clock, Writer, duration, progress
+from k3train.train.metrics import METRICS, Clock, Writer, collapsed_routing, duration, progress
 
 RECORD = {"loss": 2.5, "step": 20, "learning_rate": 1e-3, "router/max_over_mean_load": 1.25, "eval/loss": 2.25}
 
@@ -84,6 +84,15 @@ def test_progress_line():
     assert progress(RECORD, 600, 65.0) == line
     last = {"step": 600, "loss": 2.0, "learning_rate": 1e-3, "tokens_per_second": 31_234.5}
     assert progress(last, 600, 0.0) == "step 600/600  loss 2.0000  lr 1.00e-03  31,234 tokens/s"
+
+
+def test_collapsed_routing_is_said():
+    def said(worst, num_selected=2, loss=1.0):
+        return collapsed_routing({"loss": loss, "router/max_over_mean_load": worst}, 8, num_selected)
+
+    assert said(3.9) == "one expert is chosen by 98 % of the tokens, 2 of 8 experts a token"
+    assert said(3.5) == said(4.0, loss=float("nan")) == said(1.0, num_selected=8) == ""
+    assert collapsed_routing({"loss": 1.0}, 8, 2) == ""
 
 
 @pytest.mark.parametrize(
