@@ -26,7 +26,7 @@ from k3train.checkpoint.hf_names import LAYOUTS, Entry, Spec, entries, packed_sp
 from k3train.checkpoint.orbax import Checkpoints, Stored
 from k3train.checkpoint.safetensors_reader import Header
 from k3train.checkpoint.safetensors_writer import DTYPES, SafetensorsWriter, num_bytes, plan_files
-from k3train.config.load import from_json
+from k3train.config.load import read_run
 from k3train.config.schema import Config, ModelConfig
 from k3train.data.tokenizer import load_tokenizer
 from k3train.model.k3 import blueprint
@@ -154,7 +154,7 @@ def export_hf(
 
 
 def _prepare(workdir: Path, experts: str | None, layout: str | None) -> _Plan:
-    config = _run_config(workdir)
+    config = read_run(workdir)
     kept = release.find(workdir, config)
     if experts is not None and experts not in EXPERTS:
         raise ValueError(f"experts={experts!r}: must be {', '.join(EXPERTS)}")
@@ -175,13 +175,6 @@ def _prepare(workdir: Path, experts: str | None, layout: str | None) -> _Plan:
         ids = kept.release.token_ids() if kept else _token_ids(config)
         tree = new_config(config.model, layout, ids, config.data.seq_len)
     return _Plan(config, kept, form, found, with_quantization(tree, experts == "mxfp4"))
-
-
-def _run_config(workdir: Path) -> Config:
-    file = workdir / CONFIG
-    if not file.is_file():
-        raise ValueError(f"{workdir} is not the folder of a run: it holds no {CONFIG}")
-    return from_json(file.read_text(encoding="utf-8"), str(file))
 
 
 def _token_ids(config: Config) -> TokenIds:

@@ -21,7 +21,7 @@ from k3train.checkpoint.hf_config_write import TokenIds
 from k3train.checkpoint.hf_names import Entry
 from k3train.checkpoint.safetensors_reader import Header, SafetensorsReader, inside
 from k3train.checkpoint.safetensors_writer import SafetensorsWriter
-from k3train.config.load import from_json
+from k3train.config.load import read_run
 from k3train.config.schema import Config
 
 _LOG = logging.getLogger(__name__)
@@ -155,8 +155,8 @@ def _origins(workdir: Path, config: Config) -> Iterator[Path]:
         if not config.init_from:
             return
         workdir = Path(config.init_from)
-        try:
-            config = from_json((workdir / CONFIG).read_text(encoding="utf-8"), str(workdir / CONFIG))
-        except OSError:
+        if (workdir / CONFIG).is_file():
+            config = read_run(workdir)
+        else:
             _LOG.warning("init_from=%s is not there: what it kept of a release is not known here", workdir)
             return

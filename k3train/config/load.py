@@ -227,6 +227,20 @@ def to_json(config: Config) -> str:
     return json.dumps(asdict(config), indent=2) + "\n"
 
 
+def read_run(folder: Path) -> Config:
+    """The configuration of a run, from its folder.
+
+    Raises:
+        ConfigError: this is not a run's folder, or its config.json is damaged.
+    """
+    file = folder / RUN_CONFIG
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{folder} is not the folder of a run: it holds no {RUN_CONFIG}") from None
+    return from_json(text, str(file))
+
+
 def from_json(text: str, where: str = "config.json") -> Config:
     """The configuration of a run's `config.json`.
 

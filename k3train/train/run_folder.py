@@ -5,6 +5,7 @@ metrics.jsonl    one object per logged step
 tensorboard/     the same numbers for TensorBoard
 checkpoints/     one folder per saved step
 log.txt          everything the run said, with the time
+release/         of an imported run: the form of what was imported (checkpoint/release.py)
 .lock            there while a process writes the folder
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from k3train.checkpoint.orbax import Checkpoints
-from k3train.config.load import from_json, to_json
+from k3train.config.load import read_run, to_json
 from k3train.config.schema import Config
 from k3train.config.values import flat_values
 
@@ -67,11 +68,7 @@ class RunFolder:
         Raises:
             ValueError: this is not a run's folder, or its config.json is damaged.
         """
-        try:
-            text = self.config.read_text(encoding="utf-8")
-        except (FileNotFoundError, NotADirectoryError):
-            raise ValueError(f"{self.path} is not the folder of a run: it holds no {self.config.name}") from None
-        return from_json(text, str(self.config))
+        return read_run(self.path)
 
     def changes(self, config: Config) -> list[str]:
         """How `config` differs from the configuration of the run that the folder holds, one line a knob.
