@@ -10,7 +10,7 @@ from k3train.config.load import new_config
 def get_config():
     cfg = new_config()  # every knob and its default: k3train/config/schema.py
     cfg.model.update(
-        vocab_size=258,  # 256 bytes, end of document, padding
+        vocab_size=264,  # the ids of the byte tokenizer, those of the chat template included
         pad_token_id=257,
         # three blocks of two layers: KDA KDA, KDA MLA, KDA MLA, the last layer MLA as in K3
         num_layers=6,

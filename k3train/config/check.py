@@ -197,13 +197,16 @@ def _run(config: Config) -> Iterator[str]:
         yield f"optim.final_lr={optim.final_lr}: must be at most optim.peak_lr={optim.peak_lr}"
     if optim.muon_coefficients == "quintic" and optim.muon_ns_steps != 5:
         yield f"optim.muon_ns_steps={optim.muon_ns_steps}: optim.muon_coefficients=quintic are the 5 of one iteration"
-    if data.source != "stdlib" and not data.path:
+    if not data.is_generated and not data.path:
         yield f"data.path='': data.source={data.source} needs a file, a folder or a glob"
 
 
 def _without_effect(config: Config) -> Iterator[str]:
     """A knob that was turned although the rest of the configuration ignores it."""
     model, data, optim = config.model, config.data, config.optim
+    no_chat = f"data.source={data.source} holds no conversations"
+    generated = f"data.source={data.source} is made from the running Python's standard library"
+    nothing_out = data.eval_fraction == 0 and not data.eval_path
     idle = {
         "model.kda_gate_lower_bound": (model.kda_gate != "bounded", "model.kda_gate=softplus has no bound"),
         "model.situ_beta": (model.activation != "situ", "model.activation=swiglu has no caps"),
@@ -220,9 +223,15 @@ def _without_effect(config: Config) -> Iterator[str]:
             not optim.balance.startswith("quantile"), f"optim.balance={optim.balance} estimates no quantiles"
         ),
         "optim.balance_sign_step": (optim.balance != "sign", f"optim.balance={optim.balance} takes no fixed steps"),
-        "eval.every": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),
-        "data.eval_batches": (data.eval_fraction == 0, "data.eval_fraction=0 holds nothing out"),
-        "data.path": (data.source == "stdlib", "data.source=stdlib reads the running Python's own sources"),
+        "eval.every": (nothing_out, "data.eval_fraction=0 holds nothing out"),
+        "data.eval_batches": (nothing_out, "data.eval_fraction=0 holds nothing out"),
+        "data.eval_fraction": (bool(data.eval_path), "data.eval_path names what is held out"),
+        "data.path": (data.is_generated, generated),
+        "data.eval_path": (data.is_generated, generated),
+        **{
+            f"data.{name}": (not data.is_chat, no_chat)
+            for name in ("chat_mode", "chat_effort", "chat_loss", "on_long")
+        },
         "data.text_field": (
             data.source not in ("jsonl", "parquet"), f"data.source={data.source} has no fields"
         ),

@@ -112,11 +112,32 @@ class MeshConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Where rows come from. A row is `seq_len` tokens of packed documents."""
+    """Where rows come from. A row is `seq_len` tokens of packed documents or conversations."""
 
-    source: str = knob("stdlib", "kind of source", OURS, ("stdlib", "text", "jsonl", "parquet"))
-    path: str = knob("", "file, folder or glob of the source; empty for stdlib")
+    source: str = knob(
+        "stdlib", "kind of source: text is one document a file, jsonl and chat one a line, parquet one a row; stdlib "
+        "and stdlib_chat are made from the running Python's standard library", OURS,
+        ("stdlib", "text", "jsonl", "parquet", "stdlib_chat", "chat"),
+    )  # fmt: skip
+    path: str = knob("", "file, folder or glob of the source; empty for stdlib and stdlib_chat")
+    eval_path: str = knob("", "the same of held-out documents; empty: eval_fraction of those at path are held out")
     text_field: str = knob("text", "field of a JSONL object or column of a parquet file that holds the text")
+    chat_mode: str = knob(
+        "thinking", "assistant turns with think channel, or without (a record may say otherwise)", "[official code]",
+        ("thinking", "instruct"),
+    )  # fmt: skip
+    chat_effort: str = knob(
+        "max", "thinking effort said at the start of a conversation; none: no such message", "[official code]",
+        ("none", "low", "high", "max"),
+    )  # fmt: skip
+    chat_loss: str = knob(
+        "assistant", "trained turns: every assistant turn, or the last of each conversation", "[report App. F]",
+        ("assistant", "last"),
+    )  # fmt: skip
+    on_long: str = knob(
+        "stop", "what a conversation longer than a row does: stop, be skipped, be cut to a row; all is counted", OURS,
+        ("stop", "skip", "cut"),
+    )  # fmt: skip
     tokenizer: str = knob("byte", "`byte`, a tokenizer.json file, or a tiktoken rank file (K3 special tokens)")
     seq_len: int = knob(256, "tokens in a row")
     batch_size: int = knob(32, "rows per optimizer step, over all devices and micro-batches")
@@ -125,6 +146,16 @@ class DataConfig:
     eval_batches: int = knob(8, "held-out batches per evaluation; 0: all of them")
     shuffle: bool = knob(True, "shuffle documents, differently each epoch, by `seed`")
     on_bad_line: str = knob("stop", "what a malformed record does", OURS, ("stop", "skip"))
+
+    @property
+    def is_chat(self) -> bool:
+        """The documents are conversations: rendered in the chat template, each whole in one row."""
+        return self.source in ("chat", "stdlib_chat")
+
+    @property
+    def is_generated(self) -> bool:
+        """The documents are made on the spot; there is no path to them."""
+        return self.source in ("stdlib", "stdlib_chat")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,14 +8,15 @@ each other without a short batch; every epoch holds every training document once
 
 import hashlib
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grain
 import numpy as np
 
 from k3train.config.schema import DataConfig
-from k3train.data.pack import Corpus, PackedRows, Row, build_corpus
+from k3train.data.chat_corpus import ChatReader
+from k3train.data.pack import Corpus, PackedRows, Row, Rows, WholeRows, build_corpus
 from k3train.data.sources import documents, held_out, open_source
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 
@@ -36,9 +37,9 @@ class Corpora:
     """Tokenised training and held-out documents of one source.
 
     Attributes:
-        tokenizer: made them; every document ends with its eos_id where it has one.
-        train, heldout: disjoint by document; heldout is None where `data.eval_fraction` is 0.
-        notes: what was left out, one line each, for the log.
+        tokenizer: made them; every text ends with its eos_id where it has one.
+        train, heldout: disjoint by document; heldout is None where nothing is held out.
+        notes: what was left out or changed, one line each, for the log.
     """
 
     tokenizer: Tokenizer
@@ -55,31 +56,62 @@ def read_corpora(config: DataConfig) -> Corpora:
             usable; the message names it.
     """
     tokenizer = load_tokenizer(config.tokenizer)
-    source = open_source(config)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    bad: list[str] = []
-    names: list[str] = []
-    encoded: list[np.ndarray] = []
-    for group in _groups(documents(source, config.on_bad_line), bad):
-        for (name, _), ids in zip(group, tokenizer.encode_batch([text for _, text in group]), strict=True):
-            if len(ids):
-                names.append(name)
-                encoded.append(ids.astype(dtype))
-    if not names:
-        raise ValueError(f"data.path={config.path!r}: no usable document" + (f"; first fault: {bad[0]}" if bad else ""))
-    out = held_out(names, config.eval_fraction)
+    found = _read(config, "path", tokenizer)
+    if config.eval_path:
+        held = _read(config, "eval_path", tokenizer)
+        notes = tuple(f"held out: {note}" for note in held.notes)
+        return Corpora(tokenizer, found.corpus(), held.corpus(), found.notes + notes)
+    out = held_out(found.names, config.eval_fraction)
+    return Corpora(tokenizer, found.corpus(~out), found.corpus(out) if out.any() else None, found.notes)
 
-    def side(keep: np.ndarray) -> Corpus:
-        chosen = np.flatnonzero(keep).tolist()
+
+@dataclass(frozen=True)
+class _Read:
+    """All documents of a source; `trained` is None where they are texts."""
+
+    names: list[str]
+    ids: list[np.ndarray]
+    trained: list[np.ndarray] | None
+    eos_id: int | None
+    notes: tuple[str, ...]
+
+    def corpus(self, keep: np.ndarray | None = None) -> Corpus:
+        """Those that bool [documents] `keep` names, or all."""
+        chosen = range(len(self.names)) if keep is None else np.flatnonzero(keep).tolist()
         return build_corpus(
-            [names[i] for i in chosen], [encoded[i] for i in chosen], eos_id=tokenizer.eos_id, dtype=dtype
+            [self.names[i] for i in chosen],
+            [self.ids[i] for i in chosen],
+            eos_id=self.eos_id,
+            dtype=self.ids[0].dtype.type,
+            trained=None if self.trained is None else [self.trained[i] for i in chosen],
         )
 
+
+def _read(config: DataConfig, knob: str, tokenizer: Tokenizer) -> _Read:
+    source = open_source(config, knob)
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
+    bad: list[str] = []
+    groups = _groups(documents(source, config.on_bad_line), bad)
+    if config.is_chat:
+        chats = ChatReader(config, tokenizer)
+        for group in groups:
+            chats.add(group, dtype)
+        found = _Read(chats.names, chats.ids, chats.trained, None, source.notes + chats.notes())
+    else:
+        found = _Read([], [], None, tokenizer.eos_id, source.notes)
+        for group in groups:
+            for (name, _), ids in zip(group, tokenizer.encode_batch([text for _, text in group]), strict=True):
+                if len(ids):
+                    found.names.append(name)
+                    found.ids.append(ids.astype(dtype))
     skipped = (f"skipped {len(bad)} of {len(source)} records; first: {bad[0]}",) if bad else ()
-    return Corpora(tokenizer, side(~out), side(out) if out.any() else None, source.notes + skipped)
+    if not found.names:
+        why = f"; first fault: {bad[0]}" if bad else f"; {found.notes[0]}" if found.notes else ""
+        raise ValueError(f"data.{knob}={getattr(config, knob)!r}: no usable document{why}")
+    return replace(found, notes=found.notes + skipped)
 
 
-def _groups(pairs: Generator[tuple[str, str], None, list[str]], bad: list[str]) -> Iterator[list[tuple[str, str]]]:
+def _groups(pairs: Generator[tuple[str, Any], None, list[str]], bad: list[str]) -> Iterator[list[tuple[str, Any]]]:
     """The pairs in lists of about `_GROUP_CHARACTERS`; `bad` receives what the iterator returns at its end."""
     group, characters = [], 0
     while True:
@@ -97,10 +129,15 @@ def _groups(pairs: Generator[tuple[str, str], None, list[str]], bad: list[str]) 
         yield group
 
 
+def _rows(corpus: Corpus, config: DataConfig, *, shuffle: bool, seed: int, pad_id: int | None) -> Rows:
+    kind = PackedRows if corpus.trained is None else WholeRows
+    return kind(corpus, config.seq_len, shuffle=shuffle, seed=seed, pad_id=pad_id)
+
+
 class _HostRows:
     """What one process reads of the global rows, as a grain source: its rows of batch 0, of batch 1, ..."""
 
-    def __init__(self, rows: PackedRows, num_rows: int, num_batches: int, batch_size: int, index: int, count: int):
+    def __init__(self, rows: Rows, num_rows: int, num_batches: int, batch_size: int, index: int, count: int):
         self._rows, self._num_rows, self._num_batches = rows, num_rows, num_batches
         self._batch_size, self._local = batch_size, batch_size // count
         self._offset = index * self._local
@@ -114,9 +151,7 @@ class _HostRows:
         return self._rows[row] if row < self._num_rows else self._rows.empty_row()
 
 
-def _batches(
-    rows: PackedRows, num_rows: int, batch_size: int, process_index: int, process_count: int
-) -> grain.MapDataset:
+def _batches(rows: Rows, num_rows: int, batch_size: int, process_index: int, process_count: int) -> grain.MapDataset:
     if batch_size < 1 or batch_size % process_count:
         raise ValueError(f"data.batch_size={batch_size}: expected a positive multiple of {process_count} process(es)")
     if not 0 <= process_index < process_count:
@@ -146,7 +181,7 @@ class TrainLoader:
         self.corpora, self.tokenizer = corpora, corpora.tokenizer
         self.batch_size = config.batch_size
         pad_id = corpora.tokenizer.pad_id
-        self.rows = PackedRows(corpora.train, config.seq_len, shuffle=config.shuffle, seed=seed, pad_id=pad_id)
+        self.rows = _rows(corpora.train, config, shuffle=config.shuffle, seed=seed, pad_id=pad_id)
         self.fingerprint: dict[str, Any] = {
             "documents": len(corpora.train),
             "tokens": len(corpora.train.tokens),
@@ -210,7 +245,7 @@ class EvalLoader:
             raise ValueError("data.eval_fraction=0 holds nothing out: there is nothing to evaluate on")
         self.corpora, self.tokenizer = corpora, corpora.tokenizer
         # Shuffled by a constant: the first `eval_batches` are then a fair sample, whatever the seed of the run.
-        self.rows = PackedRows(corpora.heldout, config.seq_len, shuffle=True, seed=0, pad_id=corpora.tokenizer.pad_id)
+        self.rows = _rows(corpora.heldout, config, shuffle=True, seed=0, pad_id=corpora.tokenizer.pad_id)
         num_rows = self.rows.rows_per_epoch
         self._dataset = _batches(self.rows, num_rows, config.batch_size, process_index, process_count)
         self._limit = config.eval_batches or len(self._dataset)
@@ -252,6 +287,8 @@ def baselines(corpus: Corpus, vocab_size: int) -> dict[str, float]:
         block = slice(begin, begin + _COUNT_BLOCK)
         before, after = corpus.tokens[:-1][block], corpus.tokens[1:][block]
         inside = ~last[:-1][block]
+        if corpus.trained is not None:
+            inside &= corpus.trained[1:][block]
         pairs += np.bincount(before[inside].astype(np.int64) * vocab_size + after[inside], minlength=len(pairs))
     if not pairs.any():
         return {}
@@ -266,6 +303,6 @@ def _entropy(counts: np.ndarray) -> float:
 
 def _content_hash(corpus: Corpus) -> str:
     digest = hashlib.blake2b(digest_size=8)
-    for part in (corpus.offsets, corpus.tokens):
+    for part in (corpus.offsets, corpus.tokens, *(() if corpus.trained is None else (corpus.trained,))):
         digest.update(np.ascontiguousarray(part).data)
     return digest.hexdigest()

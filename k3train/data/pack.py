@@ -1,14 +1,21 @@
 """Documents to rows: a packing plan with random access by row number.
 
-The documents of an epoch are laid end to end in that epoch's order and cut every `seq_len` tokens, so every token of
-every document is in exactly one row and only the last row of an epoch holds padding. Row `n` can be computed alone,
-in any order and on any host: nothing depends on how many workers or processes read.
+Texts (`PackedRows`): the documents of an epoch are laid end to end in that epoch's order and cut every `seq_len`
+tokens, so every token of every document is in exactly one row and only the last row of an epoch holds padding. A
+document that meets a cut goes on as a new segment of another row. The token before the cut keeps its target (the first
+token after it), so every next-token pair of a document is trained on once per epoch; the last token of a document has
+no target and carries no loss.
 
-A document that meets a cut goes on as a new segment of another row. The token before the cut keeps its target (the
-first token after it), so every next-token pair of a document is trained on once per epoch; the last token of a
-document has no target and carries no loss.
+Conversations (`WholeRows`): each is whole in one row, since an answer without its question teaches nothing. Every row
+takes the longest conversation left, then whatever fits best, and ends with padding. Which conversations share a row is
+the same in every epoch (they do not see each other); the order of the rows is not.
+
+Either way row `n` can be computed alone, in any order and on any host: nothing depends on how many workers or
+processes read.
 """
 
+from abc import ABC, abstractmethod
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -35,13 +42,17 @@ class Corpus:
         names: one per document.
         tokens: [total] ids of all documents.
         offsets: int64 [documents + 1]; document d is tokens[offsets[d]:offsets[d + 1]], never empty.
+        trained: bool [total]: tokens that carry loss where they are a target; None: all do. A corpus that has it is
+            one of conversations.
     """
 
     names: tuple[str, ...]
     tokens: np.ndarray
     offsets: np.ndarray
+    trained: np.ndarray | None = None
 
     def __post_init__(self):
+        assert self.trained is None or self.trained.shape == self.tokens.shape, "one flag a token"
         assert len(self.offsets) == len(self.names) + 1, (len(self.offsets), len(self.names))
         assert np.all(np.diff(self.offsets) > 0), "empty document"
 
@@ -53,9 +64,19 @@ class Corpus:
 
 
 def build_corpus(
-    names: Sequence[str], documents: Sequence[np.ndarray], *, eos_id: int | None, dtype: type = np.int32
+    names: Sequence[str],
+    documents: Sequence[np.ndarray],
+    *,
+    eos_id: int | None,
+    dtype: type = np.int32,
+    trained: Sequence[np.ndarray] | None = None,
 ) -> Corpus:
-    """A corpus of [tokens] arrays, each closed by `eos_id` where there is one; none may end up empty."""
+    """A corpus of [tokens] arrays, each closed by `eos_id` where there is one; none may end up empty.
+
+    Args:
+        trained: bool [tokens] of each document, see `Corpus`; only where `eos_id` is None.
+    """
+    assert trained is None or eos_id is None, "conversations close themselves"
     extra = 0 if eos_id is None else 1
     offsets = np.zeros(len(documents) + 1, np.int64)
     np.cumsum([len(document) + extra for document in documents], out=offsets[1:])
@@ -64,7 +85,8 @@ def build_corpus(
         tokens[begin : end - extra] = document
     if eos_id is not None:
         tokens[offsets[1:] - 1] = eos_id
-    return Corpus(tuple(names), tokens, offsets)
+    flags = None if trained is None else np.concatenate([np.zeros(0, bool), *trained])
+    return Corpus(tuple(names), tokens, offsets, flags)
 
 
 def shuffled(count: int, *key: int) -> np.ndarray:
@@ -97,44 +119,28 @@ class _Epoch:
     rows: np.ndarray  # int64 [rows]: which cut of the stream the n-th row is
 
 
-class PackedRows:
+class Rows(ABC):
     """Rows of a corpus by number; row n belongs to epoch n // rows_per_epoch.
 
     Args:
         corpus: the documents.
         seq_len: tokens in a row.
-        shuffle: shuffle documents, then rows (a long document would otherwise fill a batch), anew each epoch.
+        shuffle: another order in every epoch.
         seed: fixes the order.
         pad_id: id written where segment_ids is 0.
     """
+
+    rows_per_epoch: int
 
     def __init__(self, corpus: Corpus, seq_len: int, *, shuffle: bool, seed: int = 0, pad_id: int | None = None):
         if seq_len < 1:
             raise ValueError(f"data.seq_len={seq_len}: expected at least 1")
         self.corpus, self.seq_len = corpus, seq_len
         self._shuffle, self._seed, self._pad_id = shuffle, seed, pad_id or 0
-        self.rows_per_epoch = -(-len(corpus.tokens) // seq_len)
-        self._epoch = lru_cache(maxsize=2)(self._plan)  # neighbours: a batch may span two epochs
 
-    def _plan(self, epoch: int) -> _Epoch:
-        count = len(self.corpus)
-        documents = shuffled(count, self._seed, epoch, 0) if self._shuffle else np.arange(count)
-        starts = np.zeros(count + 1, np.int64)
-        np.cumsum(np.diff(self.corpus.offsets)[documents], out=starts[1:])
-        rows = self.rows_per_epoch
-        return _Epoch(documents, starts, shuffled(rows, self._seed, epoch, 1) if self._shuffle else np.arange(rows))
-
+    @abstractmethod
     def _pieces(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Of each piece in the row: document, first token within it, length, tokens of the document left after it."""
-        epoch, nth = divmod(int(row), self.rows_per_epoch)
-        plan = self._epoch(epoch)
-        begin = plan.rows[nth] * self.seq_len
-        end = min(begin + self.seq_len, plan.starts[-1])
-        first = np.searchsorted(plan.starts, begin, side="right") - 1
-        last = np.searchsorted(plan.starts, end, side="left")
-        starts, ends = plan.starts[first:last], plan.starts[first + 1 : last + 1]
-        low, high = np.maximum(starts, begin), np.minimum(ends, end)
-        return plan.documents[first:last], low - starts, high - low, ends - high
 
     def sources(self, row: int) -> list[tuple[str, int, int]]:
         """(document name, first token within the document, number of tokens) of each segment of a row."""
@@ -152,9 +158,12 @@ class PackedRows:
         source = np.repeat(self.corpus.offsets[documents] + firsts, lengths) + position
         has_target = np.ones(used, bool)
         has_target[ends[left == 0] - 1] = False
+        target = np.where(has_target, source + 1, source)
+        if self.corpus.trained is not None:
+            has_target &= self.corpus.trained[target]
         out = self.empty_row()
         out["tokens"][:used] = self.corpus.tokens[source]
-        out["targets"][:used] = np.where(has_target, self.corpus.tokens[np.where(has_target, source + 1, source)], 0)
+        out["targets"][:used] = np.where(has_target, self.corpus.tokens[target], 0)
         out["segment_ids"][:used] = np.repeat(np.arange(1, len(lengths) + 1), lengths)
         out["positions"][:used] = position
         out["loss_mask"][:used] = has_target
@@ -165,6 +174,91 @@ class PackedRows:
         row = {name: np.zeros(self.seq_len, dtype) for name, dtype in ROW_DTYPES.items()}
         row["tokens"][:] = self._pad_id
         return row
+
+
+class PackedRows(Rows):
+    """Rows cut from the documents of an epoch laid end to end.
+
+    `shuffle` shuffles documents, then rows (a long document would otherwise fill a batch).
+    """
+
+    def __init__(self, corpus: Corpus, seq_len: int, *, shuffle: bool, seed: int = 0, pad_id: int | None = None):
+        super().__init__(corpus, seq_len, shuffle=shuffle, seed=seed, pad_id=pad_id)
+        self.rows_per_epoch = -(-len(corpus.tokens) // seq_len)
+        self._epoch = lru_cache(maxsize=2)(self._plan)  # neighbours: a batch may span two epochs
+
+    def _plan(self, epoch: int) -> _Epoch:
+        count = len(self.corpus)
+        documents = shuffled(count, self._seed, epoch, 0) if self._shuffle else np.arange(count)
+        starts = np.zeros(count + 1, np.int64)
+        np.cumsum(np.diff(self.corpus.offsets)[documents], out=starts[1:])
+        rows = self.rows_per_epoch
+        return _Epoch(documents, starts, shuffled(rows, self._seed, epoch, 1) if self._shuffle else np.arange(rows))
+
+    def _pieces(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        epoch, nth = divmod(int(row), self.rows_per_epoch)
+        plan = self._epoch(epoch)
+        begin = plan.rows[nth] * self.seq_len
+        end = min(begin + self.seq_len, plan.starts[-1])
+        first = np.searchsorted(plan.starts, begin, side="right") - 1
+        last = np.searchsorted(plan.starts, end, side="left")
+        starts, ends = plan.starts[first:last], plan.starts[first + 1 : last + 1]
+        low, high = np.maximum(starts, begin), np.minimum(ends, end)
+        return plan.documents[first:last], low - starts, high - low, ends - high
+
+
+class WholeRows(Rows):
+    """Rows of whole documents, none of them longer than a row."""
+
+    def __init__(self, corpus: Corpus, seq_len: int, *, shuffle: bool, seed: int = 0, pad_id: int | None = None):
+        super().__init__(corpus, seq_len, shuffle=shuffle, seed=seed, pad_id=pad_id)
+        self._bins = best_fit(np.diff(corpus.offsets), seq_len)
+        self.rows_per_epoch = len(self._bins)
+        self._order = lru_cache(maxsize=2)(self._plan)
+
+    def _plan(self, epoch: int) -> np.ndarray:
+        rows = self.rows_per_epoch
+        return shuffled(rows, self._seed, epoch, 1) if self._shuffle else np.arange(rows)
+
+    def _pieces(self, row: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        epoch, nth = divmod(int(row), self.rows_per_epoch)
+        documents = self._bins[self._order(epoch)[nth]]
+        nothing = np.zeros(len(documents), np.int64)
+        return documents, nothing, np.diff(self.corpus.offsets)[documents], nothing
+
+
+def best_fit(lengths: np.ndarray, size: int) -> list[np.ndarray]:
+    """Items to bins, longest first, each into the bin with the least room that still holds it.
+
+    Args:
+        lengths: int [items], none above `size`.
+        size: room of an empty bin.
+
+    Returns:
+        int64 [items of the bin] indices, growing, of each bin; bins in order of their first item.
+    """
+    assert not len(lengths) or lengths.max() <= size, (lengths.max(), size)
+    bins: list[list[int]] = []
+    rooms: list[int] = []  # the different amounts of room there are, growing
+    with_room: dict[int, list[int]] = {}  # room -> bins that have it
+    for item in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[item])
+        place = bisect_left(rooms, length)
+        if place == len(rooms):
+            bins.append([])
+            number, room = len(bins) - 1, size
+        else:
+            room = rooms[place]
+            number = with_room[room].pop()
+            if not with_room[room]:
+                del with_room[room], rooms[place]
+        bins[number].append(item)
+        left = room - length
+        if left not in with_room:
+            with_room[left] = []
+            insort(rooms, left)
+        with_room[left].append(number)
+    return sorted((np.array(sorted(items), np.int64) for items in bins), key=lambda items: items[0])
 
 
 def check_segments(segment_ids: np.ndarray, shape: tuple[int, ...]) -> None:

@@ -50,15 +50,26 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0-255, end of document 256, padding 257: 258 ids."""
+    """UTF-8 bytes as ids 0-255 and eight special ids: 264 ids.
+
+    End of document and padding are those of pretraining. The four control tokens of K3's chat template have their ids
+    from the start, so that a pretrained run goes on with chat data without a change of its vocabulary. Two ids are in
+    reserve, which makes the vocabulary a multiple of 8: eight devices can split it.
+    """
 
     name = "byte"
-    vocab_size = 258
-    specials: Mapping[int, str] = {256: "<eos>", 257: "<pad>"}
+    vocab_size = 264
+    specials: Mapping[int, str] = dict(
+        enumerate(
+            ("<eos>", "<pad>", "<|end_of_msg|>", "<|open|>", "<|close|>", "<|sep|>")
+            + ("<|reserved_token_262|>", "<|reserved_token_263|>"),
+            start=256,
+        )
+    )
     eos_id: int | None = 256
     bos_id: int | None = None
     pad_id: int | None = 257
-    stop_ids: tuple[int, ...] = (256,)
+    stop_ids: tuple[int, ...] = (256, 258)
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.int32)

@@ -55,7 +55,7 @@ def test_examples_show_what_the_loader_gives(tmp_path):
     (tmp_path / "9.txt").touch()
     loader = make_train_loader(DataConfig(source="text", path=str(tmp_path), seq_len=20, batch_size=2), seed=0)
     text = render_examples(loader, 2)
-    assert "left out 1 empty files" in text and "byte, 258 ids" in text
+    assert "left out 1 empty files" in text and "byte, 264 ids" in text
     assert "=== row 1 ===" in text and "=== row 2 ===" not in text
     batch = next(loader)
     for row in range(2):

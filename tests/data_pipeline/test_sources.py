@@ -34,7 +34,7 @@ def test_standard_library_is_real_text_in_stable_order():
     assert "argparse.py" in names and "json/decoder.py" in names
     apart = {"test", "tests", "site-packages", "__pycache__", "idle_test"}
     assert not any(apart & set(name.split("/")[:-1]) for name in names)
-    assert "class ArgumentParser" in source.text(names.index("argparse.py"))
+    assert "class ArgumentParser" in source.read(names.index("argparse.py"))
 
 
 def test_standard_library_takes_no_path():
@@ -98,7 +98,7 @@ def test_unreadable_file_is_named(tmp_path):
     source = open_source(DataConfig(source="text", path=str(tmp_path)))
     (tmp_path / "a.txt").unlink()  # stands for any reason the system gives; permissions do not bind root
     with pytest.raises(BadDocument, match=r"a\.txt: cannot be read: No such file"):
-        source.text(0)
+        source.read(0)
 
 
 def test_jsonl_lines_keep_physical_numbers(tmp_path):
@@ -150,7 +150,7 @@ def test_parquet_rows_over_files_and_row_groups(tmp_path):
     pq.write_table(pa.table({"text": texts[5:]}), tmp_path / "b.parquet")
     source = open_source(DataConfig(source="parquet", path=str(tmp_path)))
     order = [6, 0, 3, 5, 1, 2, 4]
-    assert [source.text(i) for i in order] == [texts[i] for i in order]
+    assert [source.read(i) for i in order] == [texts[i] for i in order]
     assert [source.name(i) for i in range(7)] == [f"a.parquet:{i}" for i in range(1, 6)] + [
         "b.parquet:1",
         "b.parquet:2",

@@ -63,7 +63,9 @@ def test_bytes_round_trip(text):
 
 def test_byte_ids():
     tokenizer = load_tokenizer("byte")
-    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (258, 256, 257, None)
+    assert (tokenizer.vocab_size, tokenizer.eos_id, tokenizer.pad_id, tokenizer.bos_id) == (264, 256, 257, None)
+    assert sorted(tokenizer.specials) == list(range(256, 264))
+    assert [tokenizer.specials[i] for i in tokenizer.stop_ids] == ["<eos>", "<|end_of_msg|>"]
     assert tokenizer.decode([104, 105, 256, 257, 300, 0xC3]) == "hi\ufffd"
 
 

@@ -27,7 +27,7 @@ STEPS = 8
 #: Two layers that hold every mechanism between them.
 MODEL = replace(
     micro.MODEL, num_layers=2, kda_layers=(0,), mla_layers=(1,), dense_layers=(0,), moe_layers=(1,),
-    attn_res_block_size=1, vocab_size=258, pad_token_id=257,
+    attn_res_block_size=1, vocab_size=264, pad_token_id=257,
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ def config(tmp_path):
     for i in range(12):
         (texts / f"{i}.txt").write_text(f"document {i} " * (8 + i))
     return Config(
-        model=ModelConfig(vocab_size=258),
+        model=ModelConfig(vocab_size=264),
         mesh=MeshConfig(data=8),
         data=DataConfig(source="text", path=str(texts), seq_len=32, batch_size=8, eval_fraction=0.3),
         checkpoint=CheckpointConfig(every=5, keep=2),
@@ -325,7 +325,7 @@ def _mesh(config):
 
 @pytest.mark.parametrize(
     "change, message",
-    [(_another_vocabulary, "model.vocab_size=200.* 258"), (_no_data, "/nonexistent"), (_mesh, "needs 4 devices")],
+    [(_another_vocabulary, "model.vocab_size=200.* 264"), (_no_data, "/nonexistent"), (_mesh, "needs 4 devices")],
 )
 def test_mistakes_leave_nothing_behind(config, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
