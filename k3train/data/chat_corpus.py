@@ -71,16 +71,19 @@ class ChatReader:
 
     def notes(self) -> tuple[str, ...]:
         """What was left out or changed, one line each."""
-        seq_len = self._config.seq_len
-        lost = f", {self._counts['tokens']:,} tokens" if self._counts["tokens"] else ""
+        row = f"a row of {self._config.seq_len:,} tokens"
         texts = {
-            "skip": f"conversations longer than a row of {seq_len:,} tokens are left out{lost}",
-            "cut": f"conversations are cut to a row of {seq_len:,} tokens{lost} lost",
-            "untrained": "conversations have no token to train and are left out",
-            "unread": "tool calls have arguments that are no JSON: shown as they are, without loss",
-            "unsaid": "assistant turns lose their reasoning, which instruct mode does not show",
+            "skip": f"conversations longer than {row}, left out",
+            "cut": f"conversations cut to {row}",
+            "untrained": "conversations without a token to train, left out",
+            "unread": "tool calls whose arguments are no JSON, shown as they are, without loss",
+            "unsaid": "assistant turns whose reasoning instruct mode leaves out",
         }
-        notes = [f"{self._counts[k]:,} {text}; first: {self._first[k]}" for k, text in texts.items() if self._counts[k]]
+        notes = []
+        for kind, text in texts.items():
+            if count := self._counts[kind]:
+                lost = f", {self._counts['tokens']:,} tokens" if kind in ("skip", "cut") else ""
+                notes.append(f"{text}: {count:,}{lost} (first: {self._first[kind]})")
         if self._fields:
             shown = ", ".join(f"{name} ({count:,})" for name, count in self._fields.most_common(8))
             notes.append(f"fields of the records that are passed over: {shown}")

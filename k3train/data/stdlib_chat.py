@@ -15,6 +15,9 @@ from typing import Any, NamedTuple
 #: Characters of name, signature and first sentence together; more would not fit in the rows of a small model.
 _LONGEST = 200
 
+#: Programs, tables and packages that newer versions of Python no longer have.
+_APART = {"distutils", "encodings", "idlelib", "lib2to3", "turtledemo"}
+
 _LOOK_UP = {
     "type": "function",
     "function": {
@@ -38,14 +41,14 @@ def conversations(files: list[Path], root: Path) -> list[tuple[str, dict[str, An
     """(name, record in the OpenAI messages form) of each conversation, in order of the files.
 
     Args:
-        files: Python sources; those that do not parse, and private modules, give nothing.
+        files: Python sources; those that do not parse, private modules and `_APART` give nothing.
         root: module names are relative to it.
     """
     found, seen = [], set()
     for path in files:
         parts = path.relative_to(root).with_suffix("").parts
         module = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        if any(part.startswith("_") for part in module.split(".")):
+        if parts[0] in _APART or any(part.startswith("_") for part in module.split(".")):
             continue
         for entry in _entries(path, module):
             # The same sentence about another name would be a held-out question with a known answer.

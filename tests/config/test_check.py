@@ -98,6 +98,14 @@ def test_model(values, message):
         ({"data__source": "text"}, "data.path='': data.source=text needs a file"),
         ({"data__path": "books"}, "data.path=books: has no effect here, because data.source=stdlib"),
         ({"data__source": "text", "data__path": "x", "data__text_field": "body"}, "text_field=body: has no effect"),
+        ({"data__source": "chat"}, "data.path='': data.source=chat needs a file"),
+        ({"data__source": "stdlib_chat", "data__eval_path": "x"}, "data.eval_path=x: has no effect here, because data"),
+        ({"data__chat_mode": "instruct"}, "data.chat_mode=instruct: has no effect here, because data.source=stdlib"),
+        ({"data__on_long": "cut"}, "data.on_long=cut: has no effect here, because data.source=stdlib holds no conv"),
+        (
+            {"data__source": "chat", "data__path": "x", "data__eval_path": "y", "data__eval_fraction": 0.1},
+            "data.eval_fraction=0.1: has no effect here, because data.eval_path names what is held out",
+        ),
     ],
 )  # fmt: skip
 def test_mesh_and_data(values, message):

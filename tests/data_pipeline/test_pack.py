@@ -5,7 +5,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from k3train.data.pack import ROW_DTYPES, Corpus, PackedRows, build_corpus, check_segments, shuffled
+from k3train.data.pack import (
+    ROW_DTYPES,
+    Corpus,
+    PackedRows,
+    WholeRows,
+    best_fit,
+    build_corpus,
+    check_segments,
+    shuffled,
+)
 
 
 def numbered(lengths: list[int]) -> Corpus:
@@ -140,3 +149,35 @@ def test_segments_that_describe_documents(ids):
 def test_segments_that_do_not(ids, said):
     with pytest.raises(ValueError, match=said):
         check_segments(np.array(ids), (1, 4))
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=st.lists(st.integers(1, 20), max_size=30), size=st.integers(20, 50))
+def test_best_fit_against_its_plain_form(lengths, size):
+    """Every item once, no bin too full; the same rooms as when all bins are searched for every item."""
+    bins = best_fit(np.array(lengths, np.int64), size)
+    assert sorted(np.concatenate([np.zeros(0, int), *bins]).tolist()) == list(range(len(lengths)))
+    rooms: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [room for room in rooms if room >= length]
+        room = min(fitting, default=size)
+        if fitting:
+            rooms.remove(room)
+        rooms.append(room - length)
+    assert sorted(size - sum(lengths[i] for i in items) for items in bins) == sorted(rooms)
+    assert all(np.all(np.diff(items) > 0) for items in bins)
+    assert np.all(np.diff([items[0] for items in bins]) > 0)
+
+
+def test_whole_documents_with_their_own_flags():
+    documents = [np.arange(3), np.arange(10, 16), np.arange(20, 24)]
+    trained = [np.array([0, 1, 1], bool), np.array([1, 0, 1, 0, 0, 1], bool), np.array([0, 0, 0, 1], bool)]
+    corpus = build_corpus(["a", "b", "c"], documents, eos_id=None, trained=trained)
+    rows = WholeRows(corpus, 8, shuffle=False, pad_id=9)
+    assert [rows.sources(n) for n in (0, 1)] == [[("a", 0, 3), ("c", 0, 4)], [("b", 0, 6)]]
+    assert rows[0]["tokens"].tolist() == [0, 1, 2, 20, 21, 22, 23, 9]
+    assert rows[0]["targets"].tolist() == [1, 2, 0, 0, 0, 23, 0, 0]
+    assert rows[0]["loss_mask"].tolist() == [1, 1, 0, 0, 0, 1, 0, 0]
+    assert rows[0]["segment_ids"].tolist() == [1, 1, 1, 2, 2, 2, 2, 0]
+    assert rows[1]["loss_mask"].tolist() == [0, 1, 0, 0, 1, 0, 0, 0]  # nothing predicts the first token
+    assert rows[3]["tokens"].tolist() == rows[1]["tokens"].tolist()  # the next epoch

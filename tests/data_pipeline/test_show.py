@@ -1,11 +1,13 @@
 """Rows as a person sees them."""
 
+import json
+
 import numpy as np
 
 from k3train.config.schema import DataConfig
 from k3train.data.loader import make_train_loader
 from k3train.data.pack import PackedRows, build_corpus
-from k3train.data.show import render_examples, render_row
+from k3train.data.show import channels, render_examples, render_row
 from k3train.data.tokenizer import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
@@ -62,3 +64,54 @@ def test_examples_show_what_the_loader_gives(tmp_path):
         shown = render_row({k: v[row] for k, v in batch.items()}, TOKENIZER, loader.rows.sources(row))
         assert shown in text
     assert loader.next_batch == 1
+
+
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "reasoning_content": "hm",
+            "content": "Yes",
+            "tool_calls": [{"function": {"name": "f", "arguments": "{x"}}],
+        },
+    ]
+}
+
+
+def chat_loader(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(CHAT))
+    config = DataConfig(
+        source="chat", path=str(tmp_path), seq_len=200, batch_size=1, eval_fraction=0.0, chat_effort="none"
+    )
+    return make_train_loader(config, seed=0)
+
+
+def test_chat_shows_what_is_trained(tmp_path):
+    text = render_examples(chat_loader(tmp_path), 1)
+    assert "note         tool calls whose arguments are no JSON" in text
+    assert "marks        ⟦not trained⟧\n" in text
+    body = text.split("with loss) ---\n")[1]
+    assert body == (
+        '⟦<|open|>message role="user"<|sep|>Hi<|close|>message<|sep|><|end_of_msg|>'
+        '<|open|>message role="assistant"<|sep|>⟧<|open|>think<|sep|>hm<|close|>think<|sep|>'
+        "<|open|>response<|sep|>Yes<|close|>response<|sep|><|open|>tools<|sep|>"
+        '<|open|>call tool="f" index="1"<|sep|>⟦<|open|>json type="object"<|sep|>{x<|close|>json<|sep|>⟧'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|><|end_of_msg|>\n--- padding: 19 tokens ---"
+    )
+
+
+def test_chat_channels_and_their_colours(tmp_path):
+    loader = chat_loader(tmp_path)
+    ids = loader.corpora.train.document(0).tolist()
+    found = channels(ids, TOKENIZER)
+    parts = {name: [i for i, channel in zip(ids, found, strict=True) if channel == name] for name in set(found)}
+    assert parts.keys() == {"", "think", "response", "tools"}
+    assert TOKENIZER.decode(parts["think"]) == "thinkhmthink"
+    assert TOKENIZER.decode(parts["response"]) == "responseYesresponse"
+    assert TOKENIZER.decode(parts["tools"]).startswith("toolscall") and parts["tools"][-2:] == [ord("s"), 261]
+    assert channels(ids[:50], TOKENIZER) == found[:50]  # a conversation that was cut
+    shown = render_examples(loader, 1, colour=True)
+    for part in ("\x1b[36mhm\x1b[0m", "\x1b[32mYes\x1b[0m", "\x1b[2m\x1b[33m{x\x1b[0m", "\x1b[2mHi\x1b[0m"):
+        assert part in shown
+    assert "\x1b[36mthink: cyan\x1b[0m" in shown

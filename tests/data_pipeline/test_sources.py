@@ -38,8 +38,9 @@ def test_standard_library_is_real_text_in_stable_order():
 
 
 def test_standard_library_takes_no_path():
-    with pytest.raises(ValueError, match="takes no path"):
-        open_source(DataConfig(path="somewhere"))
+    for kind in ("stdlib", "stdlib_chat"):
+        with pytest.raises(ValueError, match=f"data.path='somewhere': source '{kind}' takes no path"):
+            open_source(DataConfig(source=kind, path="somewhere"))
 
 
 def test_text_folder_file_and_glob(tmp_path):
@@ -60,7 +61,7 @@ def test_text_folder_file_and_glob(tmp_path):
     assert single == [("b.txt", "zwei\r\nüber")]
 
 
-@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("kind", ["text", "jsonl", "parquet", "chat"])
 def test_nothing_there_is_one_short_message(tmp_path, kind):
     (tmp_path / "empty").mkdir()
     (tmp_path / "nothing.jsonl").touch()
