@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -185,6 +186,9 @@ def _config_option(parser: argparse.ArgumentParser) -> None:
 
 def _devices_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, metavar="N", help="CPU devices to simulate; default: as the mesh needs")
+    parser.add_argument(
+        "--multihost", action="store_true", help="find the other processes of this run (Slurm, TPU slice, GKE)"
+    )
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
@@ -200,18 +204,30 @@ def _load(parsed: argparse.Namespace) -> tuple[Config, dict[str, str]]:
     return override(read(parsed.config), parsed.overrides)
 
 
-def _start_devices(config: Config, asked: int | None) -> None:
-    """Refuse the configuration before anything is compiled, then have the devices of its mesh."""
-    check(config, asked)
+def _start_devices(config: Config, parsed: argparse.Namespace) -> None:
+    """Refuse the configuration before anything is compiled, then have the devices of its mesh and all processes."""
+    check(config, parsed.devices)
+    import jax
+
+    from k3train.parallel import hosts
     from k3train.parallel.devices import keep_compiled_programs, prepare_devices
 
     keep_compiled_programs()
-    check(config, prepare_devices(mesh_size(config.mesh), asked))
+    join = partial(
+        hosts.join,
+        discover=parsed.multihost,
+        join_timeout=config.mesh.join_timeout,
+        heartbeat_timeout=config.mesh.heartbeat_timeout,
+    )
+    processes = hosts.asked_for()[1]
+    check(config, prepare_devices(mesh_size(config.mesh), parsed.devices, processes=processes, join=join))
+    if jax.process_index():
+        log.show_warnings_only()
 
 
 def _train(parsed: argparse.Namespace) -> int:
     config, sources = _load(parsed)
-    _start_devices(config, parsed.devices)
+    _start_devices(config, parsed)
     from k3train.audit import params
     from k3train.inference.run import load
     from k3train.train.loop import train
@@ -230,7 +246,7 @@ def _eval(parsed: argparse.Namespace) -> int:
     from k3train.train.evaluate import evaluate_run
     from k3train.train.run_folder import RunFolder
 
-    _start_devices(RunFolder(parsed.workdir).read_config(), parsed.devices)
+    _start_devices(RunFolder(parsed.workdir).read_config(), parsed)
     for name, value in evaluate_run(parsed.workdir, parsed.step).items():
         print(f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}")
     return DONE

@@ -25,11 +25,10 @@ class _Terminal(logging.Handler):
 
 
 @contextmanager
-def shown(stream: str, *, process_index: int = 0) -> Iterator[None]:
-    """Messages go to `stdout` or `stderr` while the context is open; processes beside the first show warnings only."""
+def shown(stream: str) -> Iterator[None]:
+    """Messages go to `stdout` or `stderr` while the context is open."""
     handler = _Terminal(stream)
     _LOGGER.addHandler(handler)
-    handler.setLevel(logging.INFO if process_index == 0 else logging.WARNING)
     _LOGGER.setLevel(logging.INFO)
     _LOGGER.propagate = False  # libraries put handlers of their own on the root
     try:
@@ -37,6 +36,13 @@ def shown(stream: str, *, process_index: int = 0) -> Iterator[None]:
     finally:
         _LOGGER.propagate = True
         _LOGGER.removeHandler(handler)
+
+
+def show_warnings_only() -> None:
+    """For processes beside the first, which says everything."""
+    for handler in _LOGGER.handlers:
+        if isinstance(handler, _Terminal):
+            handler.setLevel(logging.WARNING)
 
 
 @contextmanager

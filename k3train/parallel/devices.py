@@ -2,6 +2,7 @@
 
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -10,12 +11,16 @@ _LOG = logging.getLogger(__name__)
 _FORCED = "xla_force_host_platform_device_count"
 
 
-def prepare_devices(need: int, asked: int | None = None) -> int:
+def prepare_devices(
+    need: int, asked: int | None = None, *, processes: int = 1, join: Callable[[], None] | None = None
+) -> int:
     """Make the devices there; where there is no accelerator, simulate as many CPU devices as the mesh needs.
 
     Args:
         need: devices of the mesh.
         asked: devices to simulate instead (`--devices`).
+        processes: how many share the devices; each simulates its part.
+        join: brings the processes together, before jax looks for devices.
 
     Returns:
         The number of devices there are.
@@ -26,7 +31,11 @@ def prepare_devices(need: int, asked: int | None = None) -> int:
     count = need if asked is None else asked
     if count < 1:
         raise ValueError(f"--devices {count}: must be at least 1")
-    simulated = _simulate(count)
+    if count % processes:
+        raise ValueError(f"{count} devices cannot be shared out evenly to {processes} processes")
+    simulated = _simulate(count // processes)
+    if join is not None:
+        join()
     there, platform = len(jax.devices()), jax.default_backend()
     if platform != "cpu" and asked not in (None, there):
         raise ValueError(

@@ -11,6 +11,7 @@ import jax
 from k3train.checkpoint.orbax import Checkpoints
 from k3train.core.tree import Tree
 from k3train.data.loader import Batch, make_eval_loader
+from k3train.parallel import hosts
 from k3train.parallel.mesh import make_mesh
 from k3train.train.run_folder import RunFolder
 from k3train.train.step import Program
@@ -71,5 +72,6 @@ def evaluate_run(workdir: str | os.PathLike[str], step: int | None = None) -> di
         abstract = program.abstract_state
         wanted = {"params": abstract.params, "bias": abstract.bias}
         model = checkpoints.restore(step, {"model": wanted})["model"]
-    loader = make_eval_loader(replace(config.data, eval_batches=0), jax.process_index(), jax.process_count())
+    share = hosts.batch_share(program.mesh, config.data.batch_size)
+    loader = make_eval_loader(replace(config.data, eval_batches=0), *share)
     return {"step": step, **evaluate(program, model["params"], model["bias"], loader)}

@@ -7,21 +7,24 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from k3train.checkpoint.orbax import Checkpoints, SaveError
 from k3train.config.check import mesh_text
-from k3train.config.load import to_json
+from k3train.config.load import from_json, to_json
 from k3train.config.schema import Config
 from k3train.config.values import flat_values
 from k3train.core import log
 from k3train.data import loader as data
 from k3train.data.loader import Corpora, EvalLoader, TrainLoader
+from k3train.parallel import hosts
 from k3train.parallel.mesh import make_mesh
 from k3train.train import metrics, phases
 from k3train.train.evaluate import evaluate
@@ -62,6 +65,7 @@ def train(
         ValueError: the configuration, the data or the folder cannot be used; nothing was written.
     """
     began = time.perf_counter()
+    _check_same_everywhere(config)
     resolved = phases.resolve(config)
     with (
         _Stop() as stop,
@@ -76,19 +80,22 @@ def train(
         program = Program(config, mesh)
         corpora = data.read_corpora(config.data)
         _check_vocabulary(config, corpora)
-        loaders = _loader(config, corpora), _heldout(config, corpora)
+        share = hosts.batch_share(mesh, config.data.batch_size)
+        loaders = _loader(config, corpora, share), _heldout(config, corpora, share)
         run = _Run(config, folder, checkpoints, program, stop, *loaders, began)
         state = run.restore() if latest is not None else _initial(program, config)
-        folder.start(config, run.step)
-        with log.to_file(folder.log):
-            devices = f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' if mesh.size > 1 else ''}"
+        hosts.first_alone(lambda: folder.start(config, run.step))
+        with log.to_file(folder.log) if run.first else nullcontext():
+            devices = _devices(mesh)
             _say(f"mesh: {mesh_text(config.mesh)} ({devices})", header)
             _say(*_command_line(config, sources or {}))
             _say(*(_continued(run, changes) if latest is not None else resolved))
             run.baselines = _say_data(config, corpora)
+            if not run.first:
+                return run.go(state, None)
             tensorboard = folder.tensorboard if config.log.tensorboard else None
             with metrics.Writer(folder.metrics, tensorboard, run.step) as run.writer:
-                return run.go(state, sample)
+                return run.go(state, sample if jax.process_count() == 1 else None)
 
 
 @dataclass
@@ -106,9 +113,11 @@ class _Run:
     step: int = 0
     tokens: int = 0  # trained tokens of all steps whose metrics have been read
     baselines: dict[str, float] = field(default_factory=dict)
-    writer: metrics.Writer = field(init=False)
+    writer: metrics.Writer | None = None  # of the first process
     clock: metrics.Clock = field(default_factory=metrics.Clock)
     last: dict[str, Any] = field(default_factory=dict)  # the newest record
+    first: bool = field(default_factory=lambda: jax.process_index() == 0)  # of several processes the one that writes
+    stopped: bool = False  # some process was asked to stop
 
     def restore(self) -> TrainState:
         """State, counters and data position of the newest checkpoint."""
@@ -160,13 +169,15 @@ class _Run:
         reason = ""
         _say("compiling the training step ...")
         while self.step < self.config.num_steps:
-            if self.stop.signal:
-                reason = f"stopped by {self.stop.signal}"
+            if self._asked_to_stop():
+                reason = f"stopped by {self.stop.signal or 'another process'}"
                 break
             batch = next(self.loader, None)
             if batch is None:
                 reason = "the data ended"
                 break
+            if jax.process_count() > 1:
+                batch["stop"] = np.full((len(batch["tokens"]), 1), bool(self.stop.signal), np.int32)
             state, started = self.program.train_step(state, self.program.put_batch(batch))
             if waiting is not None:
                 self._arrived(self.step, waiting, state)
@@ -185,6 +196,10 @@ class _Run:
             self._save(state)
         return state, reason
 
+    def _asked_to_stop(self) -> bool:
+        """Processes stop together, so with several of them only what all have read from a step's metrics counts."""
+        return self.stopped if jax.process_count() > 1 else bool(self.stop.signal)
+
     def _evaluates(self, step: int) -> bool:
         every = self.config.eval.every
         return self.heldout is not None and (step == self.config.num_steps or (every > 0 and step % every == 0))
@@ -200,6 +215,7 @@ class _Run:
         loads = values.get(metrics.LOADS)
         numbers = metrics.read({name: value for name, value in values.items() if name != metrics.LOADS})
         self.tokens += int(numbers["tokens"])
+        self.stopped |= bool(numbers.get("stop", 0))
         if not self.clock.started:
             _say(f"first step after {metrics.duration(time.perf_counter() - self.began)}")
         self.clock.arrived(int(numbers["tokens"]))
@@ -215,7 +231,8 @@ class _Run:
             record |= evaluate(self.program, state.params, state.bias, self.heldout)
             self.clock.resume()
         self.last = record
-        self.writer.write(record, self._by_layer(loads))
+        if self.writer is not None:
+            self.writer.write(record, self._by_layer(loads))
         model = self.config.model
         if collapsed := metrics.collapsed_routing(record, model.num_experts, model.num_experts_per_token):
             _LOG.warning("step %d: %s (optim.balance=%s)", step, collapsed, self.config.optim.balance)
@@ -239,7 +256,8 @@ class _Run:
             )
 
     def _save(self, state: TrainState) -> None:
-        self.writer.sync()
+        if self.writer is not None:
+            self.writer.sync()
         config = json.loads(to_json(self.config))
         record = {"data": self.loader.get_state(), "tokens_seen": self.tokens, "config": config}
         self.checkpoints.save(self.step, _parts(state), record)
@@ -278,14 +296,31 @@ def _joined(parts: dict[str, Any]) -> TrainState:
     return TrainState(**parts["model"], **parts["optimizer"])
 
 
-def _loader(config: Config, corpora: Corpora) -> TrainLoader:
-    return data.make_train_loader(config.data, config.seed, jax.process_index(), jax.process_count(), corpora=corpora)
+def _check_same_everywhere(config: Config) -> None:
+    """Every process of a run must have the same configuration."""
+    values = [flat_values(from_json(text, "config")) for text in hosts.texts(to_json(config))]
+    lines = [
+        f"\n  {knob}: " + ", ".join(f"{each[knob]!r} on process {i}" for i, each in enumerate(values))
+        for knob in values[0]
+        if any(each[knob] != values[0][knob] for each in values)
+    ]
+    if lines:
+        raise ValueError(f"the processes of this run have different configurations:{''.join(lines)}")
 
 
-def _heldout(config: Config, corpora: Corpora) -> EvalLoader | None:
+def _devices(mesh: Mesh) -> str:
+    text = f"{mesh.size} {mesh.devices.flat[0].platform} device{'s' if mesh.size > 1 else ''}"
+    return text if jax.process_count() == 1 else f"{text} of {jax.process_count()} processes"
+
+
+def _loader(config: Config, corpora: Corpora, share: tuple[int, int]) -> TrainLoader:
+    return data.make_train_loader(config.data, config.seed, *share, corpora=corpora)
+
+
+def _heldout(config: Config, corpora: Corpora, share: tuple[int, int]) -> EvalLoader | None:
     if corpora.heldout is None:
         return None
-    return data.make_eval_loader(config.data, jax.process_index(), jax.process_count(), corpora=corpora)
+    return data.make_eval_loader(config.data, *share, corpora=corpora)
 
 
 def _check_vocabulary(config: Config, corpora: Corpora) -> None:

@@ -46,7 +46,7 @@ METRICS: dict[str, Metric] = {
 #: Depend on the machine and its load; everything else repeats exactly on the same machine.
 WALL_CLOCK = ("tokens_per_second",)
 #: What the step counts for the host, not logged as such.
-INTERNAL = ("tokens", "nonfinite_streak")
+INTERNAL = ("tokens", "nonfinite_streak", "stop")
 #: int32 [MoE layers in order, experts], read when a step is logged: drawn as histograms, one a layer.
 LOADS = "expert_loads"
 

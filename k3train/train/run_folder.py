@@ -15,7 +15,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from k3train.checkpoint.orbax import Checkpoints
 from k3train.config.load import read_run, to_json
 from k3train.config.schema import Config
 from k3train.config.values import flat_values
+from k3train.parallel import hosts
 
 _LOG = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class RunFolder:
 
 @contextmanager
 def open_run_folder(workdir: str | os.PathLike[str]) -> Iterator[RunFolder]:
-    """The folder, made if need be, and locked against other processes.
+    """The folder, made if need be, and locked against other runs; in a run of several processes the first does that.
 
     If nothing but the lock was written by the end, folders made here are removed again. The lock is the kernel's: it
     goes with the process, however that ends.
@@ -124,13 +125,19 @@ def open_run_folder(workdir: str | os.PathLike[str]) -> Iterator[RunFolder]:
     Raises:
         ValueError: the path cannot be written, is no folder, or a running process holds it.
     """
-    path = Path(workdir)
+    with ExitStack() as stack:
+        hosts.first_alone(lambda: stack.enter_context(_locked(Path(workdir))))
+        yield RunFolder(Path(workdir))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
     made = _make(path)
     lock = path / ".lock"
     try:
         descriptor = _lock(lock)
         try:
-            yield RunFolder(path)
+            yield
         finally:
             lock.unlink(missing_ok=True)
             os.close(descriptor)

@@ -38,8 +38,8 @@ class Program:
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._shardings = self._state_shardings()
         self._init_optimizer = jax.jit(self.optimizer.init, out_shardings=self._shardings.opt_state)
-        self._train = jax.jit(self._train_step, donate_argnums=0, out_shardings=(self._shardings, None))
-        self._eval = jax.jit(self._eval_step)
+        self._train = jax.jit(self._train_step, donate_argnums=0, out_shardings=(self._shardings, self._everywhere))
+        self._eval = jax.jit(self._eval_step, out_shardings=self._everywhere)
 
     @property
     def abstract_state(self) -> TrainState:
@@ -85,6 +85,8 @@ class Program:
         return TrainState(params, opt_state, bias, everywhere, everywhere, everywhere)
 
     def _train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        batch = dict(batch)
+        asked = batch.pop("stop", None)  # rows of 1 from a process that was asked to stop: all stop at the same step
         grads, sums, stats = self._gradients(state, batch)
         # one mean over all trained tokens of the step, whatever the micro-batches and devices
         count = jnp.maximum(sums.tokens, 1.0)
@@ -116,6 +118,7 @@ class Program:
             "nonfinite_steps": state.nonfinite,
             "nonfinite_streak": state.nonfinite_streak,
             "tokens": sums.tokens,
+            **({} if asked is None else {"stop": jnp.max(asked)}),
             **layer_stats.metrics(self.config.model, stats, jnp.sum(batch["segment_ids"] > 0)),
         }
         return state, metrics

@@ -1,0 +1,127 @@
+"""Several processes, one run: how they find each other, agree before they start, and end together.
+
+A process joins when the environment says that there are others: `JAX_COORDINATOR_ADDRESS` with `JAX_NUM_PROCESSES` and
+`JAX_PROCESS_ID` (launch/local_pod.sh), or whatever jax finds out by itself under Slurm, on a TPU slice or on GKE
+(`--multihost`). Everything else asks jax: `jax.process_index()`, `jax.process_count()`.
+"""
+
+import os
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+
+from k3train.parallel.rules import spec
+
+_ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_TEXT = 2**16  # bytes of a text that processes exchange
+
+
+def asked_for() -> tuple[int, int]:
+    """(process index, number of processes) as the environment has them; (0, 1) if it says nothing.
+
+    Raises:
+        ValueError: it says it in part, or what it says does not fit.
+    """
+    given = [os.environ.get(name) for name in (_ADDRESS, _COUNT, _INDEX)]
+    if not any(given):
+        return 0, 1
+    try:
+        count, index = int(given[1] or ""), int(given[2] or "")
+    except ValueError:
+        count = index = 0
+    if not given[0] or not 0 <= index < count:
+        shown = ", ".join(f"{n}={v}" for n, v in zip((_ADDRESS, _COUNT, _INDEX), given, strict=True))
+        raise ValueError(f"{shown}: expected an address host:port, a number of processes, and an index below it")
+    return index, count
+
+
+def join(*, discover: bool, join_timeout: int, heartbeat_timeout: int) -> None:
+    """Wait for the other processes of the run; returns at once if there are none. Before jax first sees its devices.
+
+    Args:
+        discover: let jax find out about the others where the environment does not say (`--multihost`).
+        join_timeout: seconds to wait for all of them.
+        heartbeat_timeout: seconds of silence after which a process counts as lost, which ends the others.
+
+    Raises:
+        ValueError: not all came; names those that are missing.
+    """
+    index, count = asked_for()
+    if count == 1 and not discover:
+        return
+    known: dict[str, Any] = {}
+    if count > 1:
+        known = {"coordinator_address": os.environ[_ADDRESS], "num_processes": count, "process_id": index}
+    try:
+        jax.distributed.initialize(
+            **known,
+            initialization_timeout=join_timeout,
+            heartbeat_timeout_seconds=heartbeat_timeout,
+            shutdown_timeout_seconds=heartbeat_timeout,
+        )
+    except Exception as error:
+        raise ValueError(_not_joined(str(error), index, count, join_timeout)) from None
+
+
+def _not_joined(message: str, index: int, count: int, seconds: int) -> str:
+    missing = sorted({int(task) for task in re.findall(r"task:(\d+)", message)} - {index})
+    if missing:
+        return f"after {seconds} s these of {count} processes are missing: {', '.join(map(str, missing))}"
+    return f"process {index} did not find the others within {seconds} s: {' '.join(message.split())[:300]}"
+
+
+def texts(text: str) -> list[str]:
+    """The text of every process, in order; every process must call this."""
+    if jax.process_count() == 1:
+        return [text]
+    data = text.encode()[:_TEXT]
+    padded = np.zeros(_TEXT, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [bytes(row).rstrip(b"\0").decode(errors="replace") for row in rows]
+
+
+def first_alone(action: Callable[[], Any]) -> None:
+    """Process 0 does `action`, the others wait.
+
+    Raises:
+        ValueError: `action` did, on process 0; then on every process.
+    """
+    refusal: ValueError | None = None
+    if jax.process_index() == 0:
+        try:
+            action()
+        except ValueError as error:
+            refusal = error
+    message = texts(str(refusal) if refusal else "")[0]
+    if message:
+        raise refusal or ValueError(message)
+
+
+def batch_share(mesh: Mesh, rows: int) -> tuple[int, int]:
+    """(index, count): this process reads piece `index` of `count` equal pieces of a batch of `rows`.
+
+    Processes whose devices hold the same rows, such as those that a tensor axis spans, read the same piece.
+
+    Raises:
+        ValueError: the rows of this process's devices are not one such piece.
+    """
+    if jax.process_count() == 1:
+        return 0, 1
+    sharding = NamedSharding(mesh, spec(("act_batch",)))
+    pieces = sharding.addressable_devices_indices_map((rows,)).values()
+    spans = sorted({piece[0].indices(rows)[:2] for piece in pieces if piece is not None})
+    first, last = spans[0][0], spans[-1][1]
+    size = last - first
+    whole = all(a[1] == b[0] for a, b in zip(spans, spans[1:], strict=False))
+    if not whole or rows % size or first % size:
+        raise ValueError(
+            f"the devices of process {jax.process_index()} hold rows {spans} of {rows}, which is not one piece: "
+            "choose mesh sizes so that the batch axes (data, expert) vary slowest over the processes"
+        )
+    return first // size, rows // size
