@@ -6,8 +6,10 @@ A process joins when the environment says that there are others: `JAX_COORDINATO
 """
 
 import os
-import re
+import socket
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import jax
@@ -56,23 +58,56 @@ def join(*, discover: bool, join_timeout: int, heartbeat_timeout: int) -> None:
         return
     known: dict[str, Any] = {}
     if count > 1:
-        known = {"coordinator_address": os.environ[_ADDRESS], "num_processes": count, "process_id": index}
-    try:
-        jax.distributed.initialize(
-            **known,
-            initialization_timeout=join_timeout,
-            heartbeat_timeout_seconds=heartbeat_timeout,
-            shutdown_timeout_seconds=heartbeat_timeout,
-        )
-    except Exception as error:
-        raise ValueError(_not_joined(str(error), index, count, join_timeout)) from None
+        address = os.environ[_ADDRESS]
+        _call_the_roll(address, index, count, join_timeout)
+        known = {"coordinator_address": address, "num_processes": count, "process_id": index}
+    jax.distributed.initialize(
+        **known,
+        initialization_timeout=join_timeout,
+        heartbeat_timeout_seconds=heartbeat_timeout,
+        shutdown_timeout_seconds=heartbeat_timeout,
+    )
 
 
-def _not_joined(message: str, index: int, count: int, seconds: int) -> str:
-    missing = sorted({int(task) for task in re.findall(r"task:(\d+)", message)} - {index})
-    if missing:
-        return f"after {seconds} s these of {count} processes are missing: {', '.join(map(str, missing))}"
-    return f"process {index} did not find the others within {seconds} s: {' '.join(message.split())[:300]}"
+def _call_the_roll(address: str, index: int, count: int, seconds: int) -> None:
+    """Process 0 waits at the coordinator's address, before jax takes it, until every process has shown up.
+
+    (jax itself does not say who is missing, and ends a process that waits in vain by a signal.)
+    """
+    host, _, port = address.rpartition(":")
+    end = time.monotonic() + seconds
+    verdict = _missing(int(port), count, end) if index == 0 else _show_up(host, int(port), index, end)
+    if verdict:
+        raise ValueError(f"after {seconds} s these of {count} processes are missing: {verdict} (coordinator {address})")
+
+
+def _missing(port: int, count: int, end: float) -> str:
+    """The processes that have not come to this port by then; tells those that have."""
+    present: dict[int, socket.socket] = {}
+    with socket.create_server(("", port)) as server:
+        while len(present) < count - 1 and (left := end - time.monotonic()) > 0:
+            server.settimeout(left)
+            with suppress(TimeoutError, OSError, ValueError):
+                visitor = server.accept()[0]
+                visitor.settimeout(left)
+                present[int(visitor.recv(16))] = visitor
+    missing = ", ".join(str(other) for other in range(1, count) if other not in present)
+    for visitor in present.values():
+        with visitor, suppress(OSError):
+            visitor.sendall(f"missing {missing}".encode())
+    return missing
+
+
+def _show_up(host: str, port: int, index: int, end: float) -> str:
+    """What process 0 answers; itself if it is not there."""
+    while (left := end - time.monotonic()) > 0:
+        with suppress(OSError), socket.create_connection((host, port), timeout=left) as server:
+            server.sendall(str(index).encode())
+            server.settimeout(left + 5)  # process 0 may have begun to wait later
+            if answer := server.recv(4096).decode():
+                return answer.removeprefix("missing").strip()
+        time.sleep(0.1)
+    return "0"
 
 
 def texts(text: str) -> list[str]:
