@@ -189,11 +189,24 @@ def _devices_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--multihost", action="store_true", help="find the other processes of this run (Slurm, TPU slice, GKE)"
     )
+    parser.add_argument(
+        "--join-timeout", type=_seconds, default=300, metavar="S", help="seconds that processes wait for all (300)"
+    )
+    parser.add_argument(
+        "--heartbeat-timeout", type=_seconds, default=100, metavar="S",
+        help="seconds of silence after which a process counts as lost, which ends the others (100)",
+    )  # fmt: skip
 
 
 def _run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workdir", type=Path, required=True, help="run folder")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to use; default: the newest")
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of seconds above 0")
+    return int(text)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -216,8 +229,8 @@ def _start_devices(config: Config, parsed: argparse.Namespace) -> None:
     join = partial(
         hosts.join,
         discover=parsed.multihost,
-        join_timeout=config.mesh.join_timeout,
-        heartbeat_timeout=config.mesh.heartbeat_timeout,
+        join_timeout=parsed.join_timeout,
+        heartbeat_timeout=parsed.heartbeat_timeout,
     )
     processes = hosts.asked_for()[1]
     check(config, prepare_devices(mesh_size(config.mesh), parsed.devices, processes=processes, join=join))

@@ -62,8 +62,6 @@ RANGES: dict[str, Range] = {
         )
     },
     **{f"mesh.{axis}": at_least(1) for axis in ("pipeline", "data", "context", "expert", "tensor")},
-    "mesh.join_timeout": at_least(1),
-    "mesh.heartbeat_timeout": at_least(1),
     "data.seq_len": at_least(2),
     "data.batch_size": at_least(1),
     "data.micro_batches": at_least(1),

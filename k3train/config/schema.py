@@ -108,8 +108,6 @@ class MeshConfig:
     context: int = knob(1, "sequence split (only 1 works today)")
     expert: int = knob(1, "routed experts split; more data parallelism outside the MoE layers")
     tensor: int = knob(1, "heads, inner widths and vocabulary split")
-    join_timeout: int = knob(300, "seconds that processes of one run wait for each other at the start")
-    heartbeat_timeout: int = knob(100, "seconds of silence after which a process counts as lost, which ends the others")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ MODEL = dict(
 )
 SECTIONS = dict(
     model=MODEL,
-    mesh=dict(data=2, expert=2, join_timeout=60, heartbeat_timeout=10),
+    mesh=dict(data=2, expert=2),
     data=dict(source="text", path=PATH, seq_len=32, batch_size=8, eval_fraction=0.2, eval_batches=2),
-    checkpoint=dict(every=10),
-    eval=dict(every=30),
+    checkpoint=dict(every=5),
+    eval=dict(every=15),
     log=dict(every=1, tensorboard=False),
 )
 
@@ -33,7 +33,7 @@ def get_config():
     config = new_config()
     for section, values in SECTIONS.items():
         config[section].update(values)
-    config.num_steps = 60
+    config.num_steps = 30
     return config
 """
 ROOT = Path(__file__).parents[2]
@@ -57,6 +57,7 @@ def start(config: Path, workdir: Path, *per_process: list[str], count: int = 0) 
         address = f"localhost:{free.getsockname()[1]}"
     count = count or len(per_process)
     command = [sys.executable, "-m", "k3train", "train", "--config", str(config), "--workdir", str(workdir)]
+    command += ["--heartbeat-timeout", "10"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(config.parent / "compiled")}
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
     started = []
@@ -109,7 +110,7 @@ def test_pod_equals_one_process_and_survives_a_kill(config, tmp_path):
     assert code == 0, text
 
     processes = start(config, run, [], [])
-    wait_for_step(run, 12, processes)
+    wait_for_step(run, 6, processes)
     processes[1].send_signal(signal.SIGTERM)  # asked of one, done by all
     (code, text), (other, words) = finish(processes)
     assert (code, other) == (4, 4), text + words
@@ -118,7 +119,7 @@ def test_pod_equals_one_process_and_survives_a_kill(config, tmp_path):
     stopped = max(logged(run))
 
     processes = start(config, run, [], [])
-    wait_for_step(run, stopped + 12, processes)
+    wait_for_step(run, stopped + 6, processes)
     processes[1].kill()
     began = time.monotonic()
     (code, text), _ = finish(processes, 60)
@@ -137,6 +138,6 @@ def test_processes_with_different_configurations_are_refused(config, tmp_path):
 
 
 def test_missing_process_is_named(config, tmp_path):
-    soon = "--config.mesh.join_timeout=8"
+    soon = "--join-timeout=8"
     for code, text in finish(start(config, tmp_path / "run", [soon], [soon], count=4)):
         assert code == 2 and "after 8 s these of 4 processes are missing: 2, 3" in text, text
