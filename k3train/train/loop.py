@@ -3,8 +3,6 @@
 import json
 import logging
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -31,6 +29,7 @@ from k3train.train.evaluate import evaluate
 from k3train.train.run_folder import RunFolder, open_run_folder
 from k3train.train.state import TrainState
 from k3train.train.step import Program
+from k3train.train.stop import Stop
 
 _LOG = logging.getLogger(__name__)
 
@@ -68,7 +67,7 @@ def train(
     _check_same_everywhere(config)
     resolved = phases.resolve(config)
     with (
-        _Stop() as stop,
+        Stop() as stop,
         open_run_folder(workdir) as folder,
         Checkpoints(folder.checkpoints, keep=config.checkpoint.keep) as checkpoints,
     ):
@@ -106,7 +105,7 @@ class _Run:
     folder: RunFolder
     checkpoints: Checkpoints
     program: Program
-    stop: "_Stop"
+    stop: Stop
     loader: TrainLoader
     heldout: EvalLoader | None
     began: float  # by the clock of `time.perf_counter`
@@ -385,41 +384,3 @@ def _say_places(folder: RunFolder, step: int, *, tensorboard: bool) -> None:
         _say(f"TensorBoard  tensorboard --logdir {folder.tensorboard}")
     _say(f"config       {folder.config}")
     _say(f'next         k3train generate --workdir {folder.path} --prompt "def "')
-
-
-# ---- asked to stop
-
-
-class _Stop:
-    """While open, Ctrl-C and SIGTERM ask for a clean stop; a second Ctrl-C stops at once.
-
-    Outside of the main thread signals are left alone.
-
-    Attributes:
-        signal: name of the signal that asked; empty as long as none did.
-    """
-
-    def __init__(self) -> None:
-        self.signal = ""
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> "_Stop":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._ask) for number in (signal.SIGINT, signal.SIGTERM)}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Signals do again what they did before."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-        self._before = {}
-
-    def _ask(self, number: int, _: object) -> None:
-        if self.signal and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.signal = signal.Signals(number).name
-        # not print: the signal may have come in the middle of one
-        os.write(2, f"\n{self.signal}: finishing the step, then saving\n".encode())
