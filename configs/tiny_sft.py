@@ -12,5 +12,8 @@ def get_config():
     cfg.init_from = "runs/tiny"
     # Conversations in bytes are long. The effort message alone takes 290 of them, so it is left out.
     cfg.data.update(source="stdlib_chat", chat_effort="none", seq_len=1024, batch_size=8, eval_fraction=0.05)
+    cfg.num_steps = 60
+    cfg.eval.every = 30
+    cfg.optim.update(peak_lr=3e-3)
     cfg.log.sample = ""  # a plain continuation says nothing about chat
     return cfg
