@@ -11,7 +11,7 @@ from k3train.config.schema import ModelConfig
 from k3train.core.param import Maker
 from k3train.model.attn_res import Depth, shard_sources
 from k3train.model.block import Layer, Step
-from k3train.model.cache import kda_cache, mla_cache
+from k3train.model.cache import kda_cache, mla_cache, put, take
 from k3train.model.layout import BlockRun, Segment, layout, num_sources
 from k3train.model.router import Margins
 
@@ -83,49 +83,48 @@ class Backbone(nnx.Module):
     def _run(self, run: BlockRun, pieces: list[_Pieces], depth: Depth, step: Step, caches):
         """Equal blocks: one call, or a scan whose carry is the whole depth."""
         if run.repeats == 1:
-            return self._block(run, pieces, depth, step, caches)
+            return self._block(run, pieces, depth, step, caches, 0)
 
         def outer(tree, segment):
             return _reshape_stack(tree, run.repeats, segment.repeats)
 
         graphs = [p.graphs for p in pieces]
         states = [outer(p.states, s) for p, s in zip(pieces, run.segments, strict=True)]
-        if caches is not None:
-            caches = [outer(c, s) for c, s in zip(caches, run.segments, strict=True)]
 
-        def body(depth, block):
-            states, caches = block
+        def body(carry, block):
+            states, number = block
             parts = [_Pieces(g, s) for g, s in zip(graphs, states, strict=True)]
-            depth, caches, stats = self._block(run, parts, depth, step, caches)
-            return depth, (caches, stats)
+            depth, caches, stats = self._block(run, parts, carry[0], step, carry[1], number)
+            return (depth, caches), stats
 
         depth = depth._replace(count=jnp.asarray(depth.count, jnp.int32))
-        depth, (caches, stats) = jax.lax.scan(body, depth, (states, caches))
-        return depth, _merge_stack(caches), _merge_stack(stats)
+        (depth, caches), stats = jax.lax.scan(body, (depth, caches), (states, jnp.arange(run.repeats)))
+        return depth, caches, _merge_stack(stats)
 
-    def _block(self, run: BlockRun, pieces: list[_Pieces], depth: Depth, step: Step, caches):
-        """One block: push the finished one, then the segments in order."""
+    def _block(self, run: BlockRun, pieces: list[_Pieces], depth: Depth, step: Step, caches, number: int | jax.Array):
+        """Block `number` of a run: push the finished one, then the segments in order."""
         if self.config.attn_res == "block":
             depth = depth.push()
         new_caches, stats = [], []
         for s, segment in enumerate(run.segments):
             cache = None if caches is None else caches[s]
-            depth, cache, stat = self._segment(segment, pieces[s], depth, step, cache)
+            first = number * segment.repeats
+            depth, cache, stat = self._segment(segment, pieces[s], depth, step, cache, first)
             new_caches.append(cache)
             stats.append(stat)
         return depth, None if caches is None else new_caches, stats
 
-    def _segment(self, segment: Segment, pieces: _Pieces, depth: Depth, step: Step, caches):
-        """The layers of a period, `repeats` times.
+    def _segment(self, segment: Segment, pieces: _Pieces, depth: Depth, step: Step, caches, first: int | jax.Array):
+        """The layers of a period, `repeats` times, from entry `first` of the caches' stacks on.
 
         In the block form the stored sources do not change inside a block: only the prefix moves, so the backward pass
-        keeps one copy of the sources and not one per layer.
+        keeps one copy of the sources and not one per layer. The caches move as a whole, so that they change in place.
         """
         full = self.config.attn_res == "full"
 
-        def body(moving: Any, repeat: Any):
-            states, caches, valid = repeat
-            new_caches, stats = [], []
+        def body(carry: Any, repeat: Any):
+            (moving, caches), (states, number, valid) = carry, repeat
+            caches, stats = None if caches is None else list(caches), []
             for p, graph in enumerate(pieces.graphs):
 
                 def layer(state, moving, cache, graph=graph, valid=valid if p == 0 else True):
@@ -135,19 +134,21 @@ class Backbone(nnx.Module):
 
                 if self.config.remat == "layer":
                     layer = jax.checkpoint(layer)
-                moving, cache, stat = layer(states[p], moving, None if caches is None else caches[p])
-                new_caches.append(cache)
+                cache = None if caches is None else take(caches[p], number)
+                moving, cache, stat = layer(states[p], moving, cache)
+                if caches is not None:
+                    caches[p] = put(caches[p], cache, number)
                 stats.append(stat)
-            return moving, (None if caches is None else new_caches, stats)
+            return (moving, caches), stats
 
-        start: Any = depth if full else depth.prefix
+        start: Any = (depth if full else depth.prefix), caches
         if segment.repeats == 1:
-            once = (_first(pieces.states), _first(caches), segment.offset > 0)
-            moving, (caches, stats) = body(start, once)
-            caches, stats = _stack_of_one(caches), _stack_of_one(stats)
+            (moving, caches), stats = body(start, (_first(pieces.states), first, segment.offset > 0))
+            stats = _stack_of_one(stats)
         else:
-            valid = (jnp.arange(segment.repeats) > 0) | (segment.offset > 0)
-            moving, (caches, stats) = jax.lax.scan(body, start, (pieces.states, caches, valid))
+            repeats = jnp.arange(segment.repeats)
+            valid = (repeats > 0) | (segment.offset > 0)
+            (moving, caches), stats = jax.lax.scan(body, start, (pieces.states, first + repeats, valid))
         return (moving if full else depth._replace(prefix=moving)), caches, stats
 
 

@@ -8,7 +8,7 @@ from flax import nnx
 from k3train.config.schema import ModelConfig
 from k3train.core.param import Maker
 from k3train.model.attn_res import Depth, Reader
-from k3train.model.cache import KdaCache, MlaCache
+from k3train.model.cache import LayerCache
 from k3train.model.kda import KDA
 from k3train.model.mla import MLA
 from k3train.model.mlp import MLP
@@ -59,8 +59,8 @@ class Layer(nnx.Module):
             self.channel_reader = Reader(readers, config)
 
     def __call__(
-        self, depth: Depth, step: Step, cache: KdaCache | MlaCache | None, *, prefix_valid: bool | jax.Array
-    ) -> tuple[Depth, KdaCache | MlaCache | None, LayerStats]:
+        self, depth: Depth, step: Step, cache: LayerCache | None, *, prefix_valid: bool | jax.Array
+    ) -> tuple[Depth, LayerCache | None, LayerStats]:
         """One layer. In the block form the caller pushes finished blocks; the full form pushes every sublayer.
 
         Args:

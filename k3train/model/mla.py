@@ -6,7 +6,7 @@ from flax import nnx
 
 from k3train.config.schema import ModelConfig
 from k3train.core.param import Clip, Joint, Maker, Muon
-from k3train.model.cache import MlaCache
+from k3train.model.cache import MlaLayer
 from k3train.model.init import matrix
 from k3train.model.norm import RMSNorm
 from k3train.ops.attention import causal_attention, latent_attention
@@ -54,8 +54,8 @@ class MLA(nnx.Module):
         )
 
     def __call__(
-        self, x_BSD: jax.Array, segment_ids_BS: jax.Array, cache: MlaCache | None, length_B: jax.Array | None
-    ) -> tuple[jax.Array, MlaCache | None, jax.Array]:
+        self, x_BSD: jax.Array, segment_ids_BS: jax.Array, cache: MlaLayer | None, length_B: jax.Array | None
+    ) -> tuple[jax.Array, MlaLayer | None, jax.Array]:
         """Normalised stream in, sublayer output out.
 
         Args:
@@ -104,17 +104,17 @@ class MLA(nnx.Module):
         B, S = segment_ids_BS.shape
         position_BS = length_B[:, None] + jnp.arange(S)
         # padding is dropped, not written: it lies beyond the capacity
-        target_BS = jnp.where(segment_ids_BS > 0, position_BS, cache.latent.shape[1])
-        latent_BTR = cache.latent.at[jnp.arange(B)[:, None], target_BS].set(row_BSR, mode="drop")
+        target_BS = jnp.where(segment_ids_BS > 0, position_BS, cache.latent.shape[2])
+        latent_NBTR = cache.latent.at[cache.layer, jnp.arange(B)[:, None], target_BS].set(row_BSR, mode="drop")
         content = jnp.einsum("BSHK,RHK->BSHR", q_BSHK[..., :N], self.k_b[...].astype(dtype))
         query = jnp.concatenate([content, q_BSHK[..., N:]], axis=-1)
         mixed, max_logit = latent_attention(
-            query, latent_BTR, position_BS, segment_ids_BS > 0, scale=self.scale, value_width=R
+            query, latent_NBTR, cache.layer, position_BS, segment_ids_BS > 0, scale=self.scale, value_width=R
         )
         out = jnp.einsum(
             "BSHR,RHV->BSHV", mixed.astype(dtype), self.v_b[...].astype(dtype), preferred_element_type=jnp.float32
         )
-        return out, max_logit, MlaCache(latent_BTR)
+        return out, max_logit, cache._replace(latent=latent_NBTR)
 
     def _output(self, x_BSD, out_BSHV):
         """Gate (sigmoid in the compute dtype, as released), one cast, output projection (report equation 7)."""

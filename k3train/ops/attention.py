@@ -82,7 +82,8 @@ def causal_attention(
 
 def latent_attention(
     q_BSHR: jax.Array,
-    latent_BTR: jax.Array,
+    latent_NBTR: jax.Array,
+    layer: int | jax.Array,
     position_BS: jax.Array,
     real_BS: jax.Array,
     *,
@@ -97,7 +98,8 @@ def latent_attention(
 
     Args:
         q_BSHR: queries, the key projection already moved onto them.
-        latent_BTR: keys; their first `value_width` channels are the values.
+        latent_NBTR: keys of a stack of layers; their first `value_width` channels are the values.
+        layer: which entry of the stack to attend to.
         position_BS: int32 place of each query in its row; it sees keys up to and with that place.
         real_BS: bool; False at padding, which sees nothing.
         scale: factor on the logits.
@@ -107,14 +109,14 @@ def latent_attention(
         out [B, S, H, value_width] float32, zero at padding; largest logit per head, float32 [H].
     """
     B, S, H, _ = q_BSHR.shape
-    T = latent_BTR.shape[1]
+    T, R = latent_NBTR.shape[2:]
     tile = min(T, max(held_logits // S, 1))
 
     def visit(number, carry):
         top_BHS, total_BHS, out_BHSR = carry
         first = number * tile
         start = jnp.minimum(first, T - tile)  # the last tile may overlap the one before, whose keys count once
-        keys_BTR = jax.lax.dynamic_slice_in_dim(latent_BTR, start, tile, axis=1)
+        keys_BTR = jax.lax.dynamic_slice(latent_NBTR, (layer, 0, start, 0), (1, B, tile, R))[0]
         index_T = start + jnp.arange(tile)
         mask_BST = (index_T >= first) & (index_T <= position_BS[..., None]) & real_BS[..., None]
         mask = mask_BST[:, None]
@@ -124,19 +126,19 @@ def latent_attention(
         anchor_BHS = jnp.where(new_top_BHS == -jnp.inf, 0.0, new_top_BHS)
         weights = jnp.exp(logits - anchor_BHS[..., None])
         shrink_BHS = jnp.exp(top_BHS - anchor_BHS)
-        values_BTR = keys_BTR[..., :value_width]
+        # all channels are mixed and the spare ones dropped at the end: cutting them off here would copy the tile
         added = jnp.einsum(
-            "BHST,BTR->BHSR", weights.astype(values_BTR.dtype), values_BTR, preferred_element_type=jnp.float32
+            "BHST,BTR->BHSR", weights.astype(keys_BTR.dtype), keys_BTR, preferred_element_type=jnp.float32
         )
         total_BHS = total_BHS * shrink_BHS + jnp.sum(weights, axis=-1)
         return new_top_BHS, total_BHS, out_BHSR * shrink_BHS[..., None] + added
 
     nothing = jnp.zeros((B, H, S), jnp.float32)
-    carry = (nothing - jnp.inf, nothing, jnp.zeros((B, H, S, value_width), jnp.float32))
+    carry = (nothing - jnp.inf, nothing, jnp.zeros((B, H, S, R), jnp.float32))
     if tile == T:
         top_BHS, total_BHS, out_BHSR = visit(0, carry)
     else:
         seen = jnp.max(jnp.where(real_BS, position_BS + 1, 0))
         top_BHS, total_BHS, out_BHSR = jax.lax.fori_loop(0, (seen + tile - 1) // tile, visit, carry)
-    out_BHSR = out_BHSR / jnp.where(total_BHS == 0, 1.0, total_BHS)[..., None]
+    out_BHSR = out_BHSR[..., :value_width] / jnp.where(total_BHS == 0, 1.0, total_BHS)[..., None]
     return jnp.swapaxes(out_BHSR, 1, 2), jnp.max(top_BHS, axis=(0, 2))

@@ -163,16 +163,22 @@ def _tiling(num_pairs: int, num_experts: int, widths: int) -> tuple[int, int]:
     """(C pairs a block, G blocks a step); `widths` is L + F.
 
     Measured on two x86 cores (scripts/bench_moe.py): one block for an expert of average load, but not longer than pays
-    for fetching its matrices; as many blocks a step as keep both cores busy and the rows within the caches.
+    for fetching its matrices; as many blocks a step as keep both cores busy and the rows within the caches, and no more
+    than there can be: a decode step has few pairs.
     """
     longest = max(64, widths // 4)
     block = min(-(-num_pairs // num_experts) + 7, longest) // 8 * 8
-    return block, max(1, 2**18 // (widths * block))
+    return block, max(1, min(2**18 // (widths * block), _most_blocks(num_pairs, num_experts, block)))
+
+
+def _most_blocks(num_pairs: int, num_experts: int, block: int) -> int:
+    """Blocks that hold a pair under the worst loads."""
+    return num_pairs // block + min(num_experts, num_pairs)
 
 
 def _cut(plan: GroupPlan, block: int, group: int) -> _Blocks:
     num_pairs, num_experts = plan.order_N.shape[0], plan.sizes_E.shape[0]
-    most = num_pairs // block + min(num_experts, num_pairs)  # blocks under the worst loads
+    most = _most_blocks(num_pairs, num_experts, block)
     index_B = jnp.arange(-(-most // group) * group, dtype=jnp.int32)
     stop_E = jnp.cumsum(plan.sizes_E)
     start_E = stop_E - plan.sizes_E

@@ -8,7 +8,9 @@ import pytest
 from k3train.config.schema import ModelConfig
 from k3train.inference.engine import Engine, NonFiniteLogits, bucket
 from k3train.inference.sample import Sampling
+from k3train.ops import kda_chunk
 from k3train.parallel.mesh import make_mesh
+from tests.inference.conftest import random_weights
 from tests.tolerances import assert_close
 
 GREEDY = Sampling(0.0)
@@ -60,6 +62,25 @@ def test_decode_step_by_step_is_the_full_forward(micro, tokens, full):
         sequences = micro.engine.extend(micro.weights, sequences, added)
         wanted = np.stack([full[row, n + step] for row, n in enumerate(ahead)])
         assert_close(micro.engine.next_logits(micro.weights, sequences), wanted, "decode", f"step {step}")
+
+
+def test_prefill_in_chunks_of_kda_is_the_recurrence(monkeypatch):
+    """Heads this small are done token by token on a CPU; here pieces go through the chunked form, with a state to start
+    from and padding at their end."""
+    config = ModelConfig(
+        vocab_size=64, hidden_size=32, num_layers=1, kda_layers=(0,), mla_layers=(), dense_layers=(0,), moe_layers=(),
+        intermediate_size=32, kda_num_heads=2, kda_head_dim=16, kda_gate_rank=8, kda_chunk_size=16, attn_res="none",
+    )  # fmt: skip
+    recurrent, chunked = (Engine(config, make_mesh({}, jax.devices()[:1]), chunk=32) for _ in range(2))
+    weights = random_weights(recurrent)
+    row = np.random.default_rng(4).integers(0, 64, (1, 64)).astype(np.int32)
+    wanted = recurrent.logits(weights, row, np.ones_like(row))
+    monkeypatch.setattr(kda_chunk, "CPU_RECURRENCE_STATE", 0)
+    for cuts in ((32,), (5, 26, 50)):
+        sequences = chunked.start(1, 64)
+        for first, last in zip((0, *cuts), (*cuts, 64), strict=True):
+            sequences = chunked.extend(weights, sequences, [row[0, first:last]])
+        assert_close(chunked.next_logits(weights, sequences), wanted[:, -1], "decode", f"cuts {cuts}")
 
 
 def test_the_first_logits_of_a_full_forward_do_not_depend_on_what_follows(micro, tokens, full):

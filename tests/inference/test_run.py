@@ -15,6 +15,7 @@ from k3train.checkpoint.orbax import Checkpoints
 from k3train.config.load import to_json
 from k3train.config.schema import Config, DataConfig
 from k3train.inference import run as run_module
+from k3train.inference.prefix_cache import PrefixCache
 from k3train.inference.run import Run, load
 from k3train.parallel.mesh import make_mesh
 
@@ -83,6 +84,23 @@ def test_text_in_text_out_ids_in_ids_out(run):
     assert run.generate([]) == []
 
 
+def test_answers_are_the_generated_texts(run, workdir):
+    """One by one with a cache, without one, and all at once; ids for ids."""
+    options = {"max_tokens": 6, "temperature": 1.0, "top_p": 0.9, "seed": 4}
+    prompts = [f"def a_function_of_some_length(): return {name}" for name in PROMPTS]
+    cache = PrefixCache(block=16)
+    answers = list(run.answers(prompts, cache, **options))
+    assert [one.text for one in answers] == run.generate(prompts, **options)
+    assert [one.reused_tokens for one in answers] == [0, 32, 32]
+    ids = [list(prompt.encode()) for prompt in prompts]
+    again = list(run.answers(ids, **options))
+    assert [one.tokens for one in again] == [one.tokens for one in answers]
+    assert [(one.text, one.reused_tokens) for one in again] == 3 * [("", 0)]
+    with pytest.raises(ValueError, match="other weights"):
+        run_again = load(workdir, 1)
+        run_again.answers(prompts, cache)
+
+
 def test_the_tokenizer_s_stop_tokens_end_a_text(run, monkeypatch):
     options = {"max_tokens": 12, "temperature": 0}
     prompts = [[1, 2, 3], [4, 5], [6]]
@@ -120,10 +138,11 @@ def test_loaded_onto_a_mesh(workdir, run):
 def test_the_example_in_the_documentation(workdir, monkeypatch):
     (workdir.parent / "runs").symlink_to(workdir.parent)
     monkeypatch.chdir(workdir.parent)
-    example = doctest.DocTestFinder().find(load, "load", module=run_module)[0]
-    assert len(example.examples) >= 4
-    assert doctest.DocTestRunner().run(example).failed == 0
-    assert k3train.load is load and k3train.Run is Run
+    for described in (load, Run.answers):
+        example = doctest.DocTestFinder().find(described, described.__name__, module=run_module)[0]
+        assert len(example.examples) >= 4
+        assert doctest.DocTestRunner().run(example).failed == 0
+    assert k3train.load is load and k3train.Run is Run and k3train.PrefixCache is PrefixCache
 
 
 def test_what_is_not_a_run_is_refused_by_naming_those_that_are(workdir, tmp_path):

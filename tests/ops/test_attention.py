@@ -100,12 +100,12 @@ def test_cached_attention_in_tiles_of_keys_equals_the_loop(held):
     """Tiles that divide the cache and tiles that do not, a tile without any visible key, keys one by one."""
     q, latent, position, real = cached()
     latent = latent.at[:, 36:].set(1e4)  # beyond every query: must not be seen
-    out, top = latent_attention(q, latent, position, real, scale=0.3, value_width=VALUES, held_logits=held)
+    out, top = latent_attention(q, latent[None], 0, position, real, scale=0.3, value_width=VALUES, held_logits=held)
     expected, expected_top = literal_cached(*map(np.asarray, (q, latent, position, real)), 0.3)
     assert_close(out, expected, "op")
     assert_close(top, expected_top, "op")
     nothing, none_seen = latent_attention(
-        q, latent, position, jnp.zeros_like(real), scale=0.3, value_width=VALUES, held_logits=held
+        q, latent[None], 0, position, jnp.zeros_like(real), scale=0.3, value_width=VALUES, held_logits=held
     )
     assert not np.any(nothing) and bool(jnp.all(none_seen == -jnp.inf))
 
@@ -114,7 +114,7 @@ def test_cached_attention_shows_a_nan():
     q, latent, position, real = cached()
     for held in (200, 35):
         out, top = latent_attention(
-            q.at[0, 3, 1].set(jnp.nan), latent, position, real, scale=0.3, value_width=VALUES, held_logits=held
+            q.at[0, 3, 1].set(jnp.nan), latent[None], 0, position, real, scale=0.3, value_width=VALUES, held_logits=held
         )
         assert bool(jnp.isnan(out[0, 3, 1]).all()) and bool(jnp.isnan(top[1])) and int(jnp.isnan(out).sum()) == VALUES
 
@@ -123,7 +123,8 @@ def test_cached_attention_holds_one_tile_of_logits():
     """The compiler's temporaries do not grow with the cache."""
 
     def temporaries(T):
-        shapes = (jnp.zeros((1, 64, 4, 24)), jnp.zeros((1, T, 24)), jnp.zeros((1, 64), int), jnp.ones((1, 64), bool))
+        latent = jnp.zeros((3, 1, T, 24))
+        shapes = (jnp.zeros((1, 64, 4, 24)), latent, 1, jnp.zeros((1, 64), int), jnp.ones((1, 64), bool))
         attend = partial(latent_attention, scale=1.0, value_width=16, held_logits=2**13)
         return jax.jit(attend).lower(*shapes).compile().memory_analysis().temp_size_in_bytes
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from k3train.ops.grouped_matmul import IMPLEMENTATIONS, expert_mlp, grouped_matmul, plan_groups
+from k3train.ops.grouped_matmul import IMPLEMENTATIONS, _tiling, expert_mlp, grouped_matmul, plan_groups
 from k3train.ops.situ import situ_glu
 from tests.tolerances import assert_close
 
@@ -136,3 +136,10 @@ def test_unknown_implementation():
     arrays, ids_PK, _ = make(distinct(4, 4, 2), 4)
     with pytest.raises(ValueError, match="accepted: blocked, ragged"):
         expert_mlp(*arrays[:2], plan_groups(ids_PK, 4), *arrays[2:], activation=situ_glu, implementation="dense")
+
+
+def test_a_decode_step_computes_no_more_blocks_than_it_has_pairs():
+    """Four pairs of one token, sixteen experts: unfilled blocks would cost as much as filled ones."""
+    block, group = _tiling(4, 16, 256)
+    assert block * group <= 4 * 8
+    assert _tiling(8192, 16, 256)[1] > 1
