@@ -9,6 +9,7 @@ from k3train.config.load import derive
 
 def get_config():
     cfg = derive("tiny")
+    cfg.phase = "sft"  # which sets quant.experts=mxfp4_mxfp8
     cfg.init_from = "runs/tiny"
     # Conversations in bytes are long. The effort message alone takes 290 of them, so it is left out.
     cfg.data.update(source="stdlib_chat", chat_effort="none", seq_len=1024, batch_size=8, eval_fraction=0.05)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from k3train.config.schema import Config, MeshConfig, ModelConfig
+from k3train.core.axes import MX_BLOCK
 
 
 class ConfigError(ValueError):
@@ -116,6 +117,7 @@ def check(config: Config, num_devices: int | None = None, *, trainable: bool = T
         problems += _layers(config.model)
         problems += _model(config.model)
         problems += _split(config)
+        problems += _quantised(config)
         problems += _run(config)
         problems += _without_effect(config)
         problems += _devices(config.mesh, num_devices)
@@ -191,6 +193,24 @@ def _split(config: Config) -> Iterator[str]:
         )
 
 
+def _quantised(config: Config) -> Iterator[str]:
+    """Blocks of quantised numbers must lie whole on one device."""
+    model, mesh, experts = config.model, config.mesh, config.quant.experts
+    if experts == "none":
+        return
+    if not model.moe_layers:
+        yield f"quant.experts={experts}: model.moe_layers=() has no routed experts to quantise; must be none"
+        return
+    width = "moe_latent_size" if model.moe_latent_size else "hidden_size"
+    for name, axis in ((width, "data"), ("moe_intermediate_size", "tensor")):
+        size, parts = getattr(model, name), getattr(mesh, axis)
+        if size % (MX_BLOCK * parts):
+            yield (
+                f"model.{name}={size}: quant.experts={experts} cuts it into blocks of {MX_BLOCK} inside each of "
+                f"mesh.{axis}={parts} parts; must be a multiple of {MX_BLOCK * parts}"
+            )
+
+
 def _run(config: Config) -> Iterator[str]:
     data, optim = config.data, config.optim
     if optim.final_lr > optim.peak_lr:
@@ -223,6 +243,13 @@ def _without_effect(config: Config) -> Iterator[str]:
             not optim.balance.startswith("quantile"), f"optim.balance={optim.balance} estimates no quantiles"
         ),
         "optim.balance_sign_step": (optim.balance != "sign", f"optim.balance={optim.balance} takes no fixed steps"),
+        **{
+            f"quant.{name}": (
+                config.quant.experts == "none" or (name == "input_scale" and config.quant.experts == "mxfp4"),
+                f"quant.experts={config.quant.experts} rounds no such numbers",
+            )
+            for name in ("weight_scale", "input_scale", "saturated_grad")
+        },
         "eval.every": (nothing_out, "data.eval_fraction=0 holds nothing out"),
         "data.eval_batches": (nothing_out, "data.eval_fraction=0 holds nothing out"),
         "data.eval_fraction": (bool(data.eval_path), "data.eval_path names what is held out"),

@@ -16,8 +16,8 @@ from typing import Any
 
 from ml_collections import ConfigDict, FieldReference
 
-from k3train.config.check import ConfigError
-from k3train.config.schema import SECTIONS, Config
+from k3train.config.check import ConfigError, lookup
+from k3train.config.schema import PHASE_VALUES, SECTIONS, Config
 from k3train.config.values import KNOBS, at, convert, flat_values, flatten, freeze, parse, unknown
 
 COMMAND_LINE = "command line"
@@ -26,14 +26,22 @@ _REPOSITORY_CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
 
 class Knobs(ConfigDict):
-    """A locked ConfigDict that refuses unknown keys and wrong types at the line that writes them."""
+    """A locked ConfigDict that refuses unknown keys and wrong types at the line that writes them.
 
-    def __init__(self, values: Mapping[str, Any], prefix: str = ""):
+    It remembers in `given` which knobs were written, also those that got the value they had.
+    """
+
+    def __init__(self, values: Mapping[str, Any], prefix: str = "", given: set[str] | None = None):
         super().__init__()
         object.__setattr__(self, "_prefix", prefix)
+        object.__setattr__(self, "_given", set() if given is None else given)
         for name, value in values.items():
-            self._fields[name] = Knobs(value, f"{name}.") if isinstance(value, dict) else value
+            self._fields[name] = Knobs(value, f"{name}.", self._given) if isinstance(value, dict) else value
         self.lock()
+
+    @property
+    def given(self) -> set[str]:
+        return self._given
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -49,8 +57,10 @@ class Knobs(ConfigDict):
         elif isinstance(value, FieldReference):
             convert(path, value.get(), "")
             super().__setitem__(key, value)
+            self._given.add(path)
         else:
             super().__setitem__(key, convert(path, value, ""))
+            self._given.add(path)
 
     def _replace_section(self, name: str, value: Any) -> None:
         if not isinstance(value, Mapping | ConfigDict):
@@ -79,6 +89,7 @@ class Recipe:
     path: Path
     values: dict[str, Any]  # every knob
     sources: dict[str, str]  # where each value comes from
+    given: set[str]  # knobs that a file wrote
     #: Released values that no knob holds: name -> (value, why nothing here depends on it).
     released: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
@@ -128,7 +139,10 @@ def _execute(path: Path) -> Knobs:
     """Run a config file, or read that of a run, and note what it said."""
     module = ModuleType(f"k3train_config_{path.stem}")
     if path.name == RUN_CONFIG:
-        config = Knobs(asdict(from_json(path.read_text(encoding="utf-8"), _shown(path))))
+        resolved = from_json(path.read_text(encoding="utf-8"), _shown(path))
+        config = Knobs(asdict(resolved))
+        by_phase = {key for key, value in PHASE_VALUES[resolved.phase].items() if lookup(resolved, key) == value}
+        config.given.update(KNOBS.keys() - by_phase)  # what its phase had set may change with the phase
         _reading.finished.append((module, flatten(config.to_dict(), _shown(path))))
         return config
     module.__file__ = str(path)
@@ -157,9 +171,9 @@ def read(name: str | Path) -> Recipe:
     """
     path = find(name)
     _reading.finished.clear()
-    _execute(path)
+    given = _execute(path).given
     values = flat_values(freeze(_reading.finished[-1][1], _shown(path)))
-    recipe = Recipe(path, values, {})
+    recipe = Recipe(path, values, {}, given)
     for module, _ in _reading.finished:
         tags = getattr(module, "SOURCES", {})
         for key in tags:
@@ -213,12 +227,16 @@ def load(name: str | Path, overrides: Sequence[str] = ()) -> tuple[Config, dict[
 
 
 def override(recipe: Recipe, overrides: Sequence[str]) -> tuple[Config, dict[str, str]]:
-    """The recipe with overrides applied, frozen; later overrides win."""
-    values, sources = dict(recipe.values), dict(recipe.sources)
+    """The recipe with overrides applied, frozen; later overrides win. What nobody gave is as the phase has it."""
+    values, sources, given = dict(recipe.values), dict(recipe.sources), set(recipe.given)
     for argument in split_overrides(overrides)[0]:
         key, text = argument.removeprefix("--config.").split("=", 1)
         values[key] = parse(key, text, COMMAND_LINE)
         sources[key] = COMMAND_LINE
+        given.add(key)
+    for key, value in PHASE_VALUES[values["phase"]].items():
+        if key not in given and values[key] != value:
+            values[key], sources[key] = value, f"phase={values['phase']}"
     return freeze(values, str(recipe.path)), sources
 
 

@@ -200,7 +200,18 @@ class OptimConfig:
 class QuantConfig:
     """Quantisation in the loop (docs/k3.md section 3.7)."""
 
-    experts: str = knob("none", "routed experts in the forward pass", "[report 4.1.4]", ("none",))
+    experts: str = knob(
+        "none", "routed experts in the forward pass: MXFP4 weights, or these and MXFP8 inputs; not said: by phase",
+        "[report 4.1.4]", ("none", "mxfp4", "mxfp4_mxfp8"),
+    )  # fmt: skip
+    weight_scale: str = knob(
+        "even", "how a scale follows from the largest of 32 weights, here and in exports: even is the rule of the "
+        "release's tool chain, floor the MX standard's", "[lineage] compressed-tensors", ("even", "floor"),
+    )  # fmt: skip
+    input_scale: str = knob("floor", "the same for inputs", "[lineage] MX standard", ("even", "floor"))
+    saturated_grad: str = knob(
+        "pass", "gradient of a number beyond the largest of its format: passed on, or zero", OURS, ("pass", "zero")
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,5 +259,13 @@ class Config:
     seed: int = knob(0, "seed of initialisation and data order")
     init_from: str = knob("", "run folder whose weights this run starts from; empty: fresh weights")
 
+
+#: What a phase sets where neither a config file nor the command line does (what else it means: train/phases.py).
+PHASE_VALUES: dict[str, dict[str, Any]] = {
+    "pretrain": {"quant.experts": "none"},
+    "long_context": {"quant.experts": "none"},
+    "cooldown": {"quant.experts": "none"},
+    "sft": {"quant.experts": "mxfp4_mxfp8"},
+}
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.default is MISSING)

@@ -13,6 +13,9 @@ optimizer's matrix views from them, `checkpoint/hf_names.py` the layout of relea
 
 from typing import Final
 
+#: Numbers that share one scale in the MX formats, along the input axis of a matrix (docs/k3.md section 3.7).
+MX_BLOCK: Final = 32
+
 #: Parameter axes. The value is what the axis counts.
 PARAM_AXES: Final[dict[str, str]] = {
     "layers": "stacked layers of one kind (scanned)",

@@ -82,7 +82,7 @@ class ParamInfo:
     route: Route
     component: str  # row of the parameter table: "kda", "mla", "routed experts", ...
     clip: Clip | None = None
-    quantised: bool = False  # a routed-expert matrix: MXFP4 from SFT on (docs/k3.md section 3.7)
+    quantised: str = ""  # of a routed-expert matrix, its input axis: MX blocks run along it (docs/k3.md section 3.7)
 
     def __post_init__(self):
         assert len(self.shape) == len(self.axes), (self.shape, self.axes)
@@ -91,6 +91,7 @@ class ParamInfo:
         assert len(set(self.axes)) == len(self.axes), f"axis named twice: {self.axes}"
         named = self.route.rows + self.route.cols if isinstance(self.route, Muon) else ()
         assert set(named) <= set(self.axes), f"route names {named} not among {self.axes}"
+        assert not self.quantised or self.quantised in self.axes, (self.quantised, self.axes)
         if self.clip is not None:
             size = self.shape[self.axes.index(self.clip.axis)]
             assert sum(n for n, _ in self.clip.parts) == size, (self.clip, size)
@@ -135,7 +136,7 @@ class Maker:
         init: Initializer,
         route: Route,
         clip: Clip | None = None,
-        quantised: bool = False,
+        quantised: str = "",
     ) -> nnx.Param:
         """A float32 parameter of `shape` (without the layer axis), drawn where it will live."""
         shape, axes = tuple(shape), tuple(axes)

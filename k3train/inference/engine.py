@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from k3train.config.schema import ModelConfig
+from k3train.config.schema import ModelConfig, QuantConfig
 from k3train.core.tree import Tree
 from k3train.inference.sample import NONFINITE, Sampling, draw
 from k3train.inference.state import (
@@ -27,6 +27,7 @@ from k3train.inference.state import (
     shardings,
 )
 from k3train.model.k3 import blueprint
+from k3train.model.quantise import input_rounding, rounded_params
 from k3train.parallel.mesh import BATCH_AXES, use_mesh
 from k3train.parallel.rules import param_shardings, spec
 
@@ -77,16 +78,18 @@ class Engine:
         config: the model.
         mesh: from `parallel.mesh.make_mesh`; parameters are sharded over it as in training, rows over data and expert.
         chunk: tokens of the longest piece of a prompt, a power of two.
+        quant: how routed experts compute, their weights given as `rounded` makes them; None: not quantised.
     """
 
-    def __init__(self, config: ModelConfig, mesh: Mesh, *, chunk: int = CHUNK):
+    def __init__(self, config: ModelConfig, mesh: Mesh, *, chunk: int = CHUNK, quant: QuantConfig | None = None):
         assert chunk > 0 and chunk & (chunk - 1) == 0, f"chunk must be a power of two, got {chunk}"
         self.config = config
         self.mesh = mesh
         self.chunk = chunk
         #: One entry per compiled program: its name and the shapes it was compiled for.
         self.programs: list[tuple[Any, ...]] = []
-        self._blueprint = blueprint(config)
+        self._quant = quant or QuantConfig()
+        self._blueprint = blueprint(config, rounding=input_rounding(self._quant))
         self._row_shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._per_row = NamedSharding(mesh, spec(("act_batch",)))
@@ -126,6 +129,11 @@ class Engine:
             Weights(self._blueprint.abstract_params, self._blueprint.abstract_bias),
             self._weight_shardings,
         )
+
+    def rounded(self, params: Tree) -> Tree:
+        """Parameters as the forward pass of training sees them; those that are not quantised are the same arrays."""
+        with use_mesh(self.mesh):
+            return rounded_params(params, self._blueprint.infos, self._quant)
 
     def logits(self, weights: Weights, tokens_BS: np.ndarray, segment_ids_BS: np.ndarray) -> np.ndarray:
         """One full forward pass: int32 [B, S] twice -> float32 [B, S, vocabulary]."""

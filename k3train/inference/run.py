@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 
 from k3train.checkpoint.orbax import Checkpoints
 from k3train.config.load import from_json
-from k3train.config.schema import Config, ModelConfig
+from k3train.config.schema import Config, ModelConfig, QuantConfig
 from k3train.core.tree import Tree
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.inference.answer import Answer, answer
@@ -22,6 +22,7 @@ from k3train.inference.engine import Engine, Weights
 from k3train.inference.prefix_cache import PrefixCache
 from k3train.inference.sample import Sampling
 from k3train.model.k3 import blueprint
+from k3train.model.quantise import straddling
 from k3train.parallel.mesh import make_mesh
 from k3train.parallel.rules import indivisible
 
@@ -39,13 +40,14 @@ class Run:
         config: the frozen configuration.
         step: optimizer steps behind the weights.
         weights: parameters and router bias, sharded as in training over the mesh they live on. Nothing changes them.
+            Where training quantises routed experts (`config.quant`), they are the rounded ones.
     """
 
     def __init__(self, config: Config, params: Tree, bias: Tree, *, step: int):
         self.config = config
         self.step = step
-        self.weights = Weights(params, bias)
-        self._engine = _engine(config.model, jax.tree.leaves(params)[0].sharding.mesh)
+        self._engine = _engine(config.model, config.quant, jax.tree.leaves(params)[0].sharding.mesh)
+        self.weights = Weights(self._engine.rounded(params), bias)
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -220,10 +222,11 @@ def load(workdir: str | os.PathLike[str], step: int | None = None, *, mesh: Mesh
     config = from_json(_config_text(folder), str(folder / CONFIG_FILE))
     if mesh is None:
         mesh = make_mesh({}, jax.local_devices()[:1])
-    problems = indivisible(blueprint(config.model).infos, dict(mesh.shape))
+    infos, sizes = blueprint(config.model).infos, dict(mesh.shape)
+    problems = indivisible(infos, sizes) + straddling(infos, config.quant, sizes)
     if problems:
         raise ValueError("this mesh cannot hold the model:\n" + "\n".join(problems))
-    params, bias = _engine(config.model, mesh).abstract_weights()
+    params, bias = _engine(config.model, config.quant, mesh).abstract_weights()
     with Checkpoints(folder / CHECKPOINTS) as checkpoints:
         step = checkpoints.resolve(step)
         model = checkpoints.restore(step, {"model": {"params": params, "bias": bias}})["model"]
@@ -231,8 +234,8 @@ def load(workdir: str | os.PathLike[str], step: int | None = None, *, mesh: Mesh
 
 
 @lru_cache(maxsize=4)
-def _engine(config: ModelConfig, mesh: Mesh) -> Engine:
-    return Engine(config, mesh)
+def _engine(config: ModelConfig, quant: QuantConfig, mesh: Mesh) -> Engine:
+    return Engine(config, mesh, quant=quant)
 
 
 def _config_text(folder: Path) -> str:

@@ -14,6 +14,7 @@ from k3train.model.block import Layer, Step
 from k3train.model.cache import kda_cache, mla_cache, put, take
 from k3train.model.layout import BlockRun, Segment, layout, num_sources
 from k3train.model.router import Margins
+from k3train.ops.mx import Rounding
 
 #: Caches and statistics are nested lists run / segment / position; every leaf has a leading stack axis.
 Nested = list[list[list[Any]]]
@@ -45,11 +46,11 @@ def _stack_of_one(tree: Any) -> Any:
 class Backbone(nnx.Module):
     """All layers, from the embedded tokens to the depth that the output reader sees."""
 
-    def __init__(self, make: Maker, config: ModelConfig, margins: Margins):
+    def __init__(self, make: Maker, config: ModelConfig, margins: Margins, rounding: Rounding | None):
         self.config = config
 
         def stack(kind, count):
-            return Layer(make.stacked(count), config, kind, margins)
+            return Layer(make.stacked(count), config, kind, margins, rounding)
 
         self.runs = nnx.List([
             nnx.List([

@@ -15,6 +15,7 @@ from k3train.model.mlp import MLP
 from k3train.model.moe import MoE
 from k3train.model.norm import RMSNorm
 from k3train.model.router import Margins, RouterStats
+from k3train.ops.mx import Rounding
 
 
 class LayerKind(NamedTuple):
@@ -43,14 +44,16 @@ class Step(NamedTuple):
 class Layer(nnx.Module):
     """Pre-norm layer; with attention residuals each sublayer's input is a softmax over depth."""
 
-    def __init__(self, make: Maker, config: ModelConfig, kind: LayerKind, margins: Margins):
+    def __init__(
+        self, make: Maker, config: ModelConfig, kind: LayerKind, margins: Margins, rounding: Rounding | None = None
+    ):
         self.kind = kind
         self.attn_res = config.attn_res
         self.mixer_norm = RMSNorm(make.at("layer norms"), config.hidden_size, config.rms_norm_eps)
         self.mixer = (KDA if kind.mixer == "kda" else MLA)(make.at(kind.mixer), config)
         self.channel_norm = RMSNorm(make.at("layer norms"), config.hidden_size, config.rms_norm_eps)
         if kind.channel == "moe":
-            self.channel = MoE(make, config, margins)
+            self.channel = MoE(make, config, margins, rounding)
         else:
             self.channel = MLP(make.at("dense mlp"), config, config.intermediate_size)
         if self.attn_res != "none":

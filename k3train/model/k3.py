@@ -16,6 +16,7 @@ from k3train.model.block import Step
 from k3train.model.embed import Embedding, Head
 from k3train.model.norm import RMSNorm
 from k3train.model.router import NO_MARGINS, Margins
+from k3train.ops.mx import Rounding
 
 
 class Cache(NamedTuple):
@@ -36,10 +37,10 @@ class Hidden(NamedTuple):
 class K3(nnx.Module):
     """Embedding, layers, output reader, final norm, head."""
 
-    def __init__(self, make: Maker, config: ModelConfig, margins: Margins):
+    def __init__(self, make: Maker, config: ModelConfig, margins: Margins, rounding: Rounding | None):
         self.config = config
         self.embed = Embedding(make.at("embedding"), config)
-        self.backbone = Backbone(make, config, margins)
+        self.backbone = Backbone(make, config, margins, rounding)
         if config.attn_res != "none":
             self.output_reader = Reader(make.at("attention residuals"), config)
         self.norm = RMSNorm(make.at("final norm"), config.hidden_size, config.rms_norm_eps)
@@ -84,6 +85,11 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
 
 
 @cache
-def blueprint(config: ModelConfig, margins: Margins = NO_MARGINS) -> Blueprint:
-    """The model taken apart; nothing is allocated. `margins`: what its routers keep of them in training."""
-    return Blueprint(lambda make: K3(make, config, margins))
+def blueprint(config: ModelConfig, margins: Margins = NO_MARGINS, rounding: Rounding | None = None) -> Blueprint:
+    """The model taken apart; nothing is allocated.
+
+    Args:
+        margins: what its routers keep of them in training.
+        rounding: of what routed experts' matrices are multiplied with.
+    """
+    return Blueprint(lambda make: K3(make, config, margins, rounding))

@@ -10,6 +10,7 @@ from k3train.model.init import matrix
 from k3train.model.mlp import MLP, activation
 from k3train.model.norm import RMSNorm
 from k3train.model.router import Margins, Router, RouterStats
+from k3train.ops.mx import Rounding
 from k3train.parallel.expert import routed_experts
 from k3train.parallel.rules import shard
 
@@ -20,17 +21,18 @@ WHOLE = "[lineage guess] whole matrix by Muon"
 class MoE(nnx.Module):
     """Routed experts in the latent space, shared experts on the stream."""
 
-    def __init__(self, make: Maker, config: ModelConfig, margins: Margins):
+    def __init__(self, make: Maker, config: ModelConfig, margins: Margins, rounding: Rounding | None = None):
         D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
+        self.rounding = rounding
         L = config.moe_latent_size or D
         self.activation = activation(config)
         self.router = Router(make.at("router"), config, margins)
         routed = make.at("routed experts")
         into, out = Muon(("expert_in",), ("expert_mlp",), PER_EXPERT), Muon(("expert_mlp",), ("expert_in",), PER_EXPERT)
         up_axes, down_axes = ("experts", "expert_in", "expert_mlp"), ("experts", "expert_mlp", "expert_in")
-        self.w1 = routed((E, L, F), up_axes, init=matrix(config, L), route=into, quantised=True)
-        self.w3 = routed((E, L, F), up_axes, init=matrix(config, L), route=into, quantised=True)
-        self.w2 = routed((E, F, L), down_axes, init=matrix(config, F), route=out, quantised=True)
+        self.w1 = routed((E, L, F), up_axes, init=matrix(config, L), route=into, quantised="expert_in")
+        self.w3 = routed((E, L, F), up_axes, init=matrix(config, L), route=into, quantised="expert_in")
+        self.w2 = routed((E, F, L), down_axes, init=matrix(config, F), route=out, quantised="expert_mlp")
         self.latent = bool(config.moe_latent_size)
         self.latent_norm = config.moe_latent_norm
         if self.latent:
@@ -60,6 +62,7 @@ class MoE(nnx.Module):
             self.w3[...].astype(dtype),
             self.w2[...].astype(dtype),
             activation=self.activation,
+            rounding=self.rounding,
         )
         y_BSD = u_BSL.astype(dtype)  # summed over experts in float32, then cast [official code]
         if self.latent:

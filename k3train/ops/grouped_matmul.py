@@ -7,8 +7,9 @@
   few blocks at a time in a loop whose trip count follows the real loads. Nothing of the size tokens x experts per token
   is kept: the backward pass recomputes gate and up.
 
-Fake quantisation needs no third one: round the weights, the tokens and the result of the activation before and inside
-the call (straight-through gradients make that exact), or replace `grouped_matmul` where hardware multiplies MX types.
+Fake quantisation needs no third one (`parallel/expert.py`): weights and tokens are rounded before the call, the rest by
+the activation function, whose result is what meets the down matrix. Where hardware multiplies MX types, replace
+`grouped_matmul`.
 """
 
 from collections.abc import Callable

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-#: Numbers that share one scale, along the input axis.
-BLOCK = 32
+from k3train.core.axes import MX_BLOCK
+
+BLOCK = MX_BLOCK
 #: How the scale of a block follows from its largest magnitude: `round_mx`.
 RULES = ("even", "floor")
 

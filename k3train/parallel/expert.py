@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from k3train.ops.grouped_matmul import Activation, expert_mlp, plan_groups
+from k3train.ops.mx import Rounding
 from k3train.ops.routing import Routes, route
 from k3train.parallel.mesh import BATCH_AXES, axis_size, current_mesh
 from k3train.parallel.rules import spec
@@ -31,6 +32,7 @@ def routed_experts(
     *,
     activation: Activation,
     implementation: str | None = None,
+    rounding: Rounding | None = None,
 ) -> Array:
     """Weighted sum of the chosen experts' outputs (docs/k3.md section 2.5, steps 3 and 4).
 
@@ -41,10 +43,14 @@ def routed_experts(
         w1_ELF, w3_ELF, w2_EFL: gate, up and down matrices of all experts, in the compute dtype.
         activation: function of (gate, up); hashable, no arrays inside.
         implementation: of ops/grouped_matmul.py; default by backend.
+        rounding: of what the matrices are multiplied with, tokens and activated, each along its width; its blocks lie
+            whole on one device.
 
     Returns:
         float32 [B, S, L], the same on any mesh up to rounding.
     """
+    if rounding is not None:  # tokens before they are sent around, each once
+        x_BSL, activation = rounding(x_BSL), _rounded(activation, rounding)
     compute = partial(_own_experts, activation=activation, implementation=implementation)
     mesh = current_mesh()
     if mesh.size <= 1:
@@ -81,6 +87,10 @@ def route_tokens(logits_BSE: Array, bias_E: Array, **kwargs: Any) -> Routes:
     sharded = jax.shard_map(partial(route, **kwargs), in_specs=(_ROWS, PartitionSpec()), out_specs=_ROWS)
     routes = sharded(_pad_rows(logits_BSE, 0), bias_E)
     return jax.tree.map(lambda a: a[: logits_BSE.shape[0]], routes)
+
+
+def _rounded(activation: Activation, rounding: Rounding) -> Activation:
+    return lambda gate, up: rounding(activation(gate, up))
 
 
 _ROWS = PartitionSpec(BATCH_AXES)  # leading axis of everything that belongs to tokens

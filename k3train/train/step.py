@@ -12,6 +12,7 @@ from k3train.config.schema import Config
 from k3train.core.tree import Tree
 from k3train.model.backbone import Nested
 from k3train.model.k3 import blueprint
+from k3train.model.quantise import input_rounding, rounded_params
 from k3train.optim import build
 from k3train.parallel.mesh import use_mesh
 from k3train.parallel.rules import param_sharding, param_shardings, spec
@@ -32,7 +33,7 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.blueprint = blueprint(config.model, balance.margins(config.optim))
+        self.blueprint = blueprint(config.model, balance.margins(config.optim), input_rounding(config.quant))
         self.optimizer = build.build(config.optim, self.blueprint.infos, config.num_steps)
         self.batch_sharding = NamedSharding(mesh, spec(("act_batch", "act_seq")))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
@@ -130,28 +131,36 @@ class Program:
             sums, stats = token_loss(self.blueprint, params, state.bias, part, collect=True)
             return sums.loss, (sums, stats)
 
+        # rounded once for the whole step; the rounding's gradient comes last, in full precision
+        weights, pull = jax.vjp(self._rounded, state.params)
         gradient = jax.grad(loss, has_aux=True)
         parts = self.config.data.micro_batches
         if parts == 1:
-            grads, (sums, stats) = gradient(state.params, batch)
-            return self._sharded_like_params(grads), sums, stats
+            grads, (sums, stats) = gradient(weights, batch)
+            return pull(self._sharded_like_params(grads))[0], sums, stats
 
         # row r goes to micro-batch r mod parts, so that every device keeps its own rows
         split = jax.tree.map(lambda x: jnp.swapaxes(x.reshape(-1, parts, *x.shape[1:]), 0, 1), batch)
 
         def accumulate(total, part):
-            grads, (sums, stats) = gradient(state.params, part)
+            grads, (sums, stats) = gradient(weights, part)
             added = jax.tree.map(jnp.add, total[:2], (self._sharded_like_params(grads), sums))
             return (*added, layer_stats.add(total[2], stats)), layer_stats.margins(stats)
 
-        grads, (sums, stats) = jax.eval_shape(gradient, state.params, jax.tree.map(lambda x: x[0], split))
+        grads, (sums, stats) = jax.eval_shape(gradient, weights, jax.tree.map(lambda x: x[0], split))
         grads, sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (grads, sums))
         (grads, sums, stats), margins = jax.lax.scan(accumulate, (grads, sums, layer_stats.empty(stats)), split)
-        return grads, sums, layer_stats.with_margins(stats, margins)
+        return pull(grads)[0], sums, layer_stats.with_margins(stats, margins)
+
+    def _rounded(self, params: Tree) -> Tree:
+        """Parameters as the forward pass sees them."""
+        if self.config.quant.experts == "none":
+            return params
+        return self._sharded_like_params(rounded_params(params, self.blueprint.infos, self.config.quant))
 
     def _sharded_like_params(self, grads: Tree) -> Tree:
         return jax.lax.with_sharding_constraint(grads, self._shardings.params)
 
     def _eval_step(self, params: Tree, bias: Tree, batch: Batch) -> dict[str, jax.Array]:
-        sums, _ = token_loss(self.blueprint, params, bias, batch, collect=False)
+        sums, _ = token_loss(self.blueprint, self._rounded(params), bias, batch, collect=False)
         return {"loss_sum": sums.loss, "tokens": sums.tokens}

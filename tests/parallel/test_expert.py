@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 
+from k3train.ops.mx import E2M1, E4M3, Rounding
 from k3train.ops.routing import route
 from k3train.ops.situ import situ_glu
 from k3train.parallel.expert import route_tokens, routed_experts
@@ -108,3 +109,41 @@ def test_routing_is_the_same_and_stays_local(rows):
         assert_close(a, b, "mesh op gradient")
     if rows == 8:
         assert "all-gather" not in compiled.as_text()
+
+
+def plainly(rounding, activation):
+    """Every expert on every token, rounded one by one: nothing of the code under test but the rounding."""
+
+    def function(x_BSL, weights_BSK, w1_ELF, w3_ELF, w2_EFL, ids_BSK):
+        x_BSL = rounding(x_BSL)
+        gate, up = (jnp.einsum("BSL,ELF->BSEF", x_BSL, w) for w in (w1_ELF, w3_ELF))
+        y_BSEL = jnp.einsum("BSEF,EFL->BSEL", rounding(activation(gate, up)), w2_EFL)
+        combine_BSE = jnp.sum(jax.nn.one_hot(ids_BSK, len(w1_ELF)) * weights_BSK[..., None], axis=2)
+        return jnp.einsum("BSEL,BSE->BSL", y_BSEL, combine_BSE)
+
+    return function
+
+
+@pytest.mark.parametrize("saturated", ["pass", "zero"])
+def test_rounded_inputs(saturated):
+    """Tokens and activated inputs in MXFP8, on one device and on a mesh: values and straight-through gradients."""
+    rounding = Rounding(E4M3, "floor", saturated)
+    (x, weights, w1, w3, w2), ids, cotangent = make(width=64, inner=64)
+    w1, w3, w2 = (Rounding(E2M1)(w, axis=1) for w in (w1, w3, w2))
+    arrays = (x, weights, w1, w3, w2)
+
+    def ours(*arrays):
+        x, weights, w1, w3, w2 = arrays
+        return routed_experts(x, ids, weights, w1, w3, w2, activation=situ_glu, rounding=rounding)
+
+    def pulled(function):
+        y, pull = jax.vjp(function, *arrays)
+        return y, *pull(cotangent)
+
+    reference = plainly(rounding, situ_glu)
+    wanted = jax.jit(lambda: pulled(lambda *a: reference(*a, ids)))()
+    unrounded = jax.jit(lambda: pulled(lambda *a: plainly(lambda z: z, situ_glu)(*a, ids)))()
+    assert np.abs(unrounded[0] - wanted[0]).max() > 1e-2
+    assert_same(jax.jit(lambda: pulled(ours))(), wanted)
+    with use_mesh(make_mesh({"data": 2, "expert": 2, "tensor": 2})):
+        assert_same(jax.jit(lambda: pulled(ours))(), wanted)
