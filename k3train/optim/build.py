@@ -68,6 +68,17 @@ def num_clipped(opt_state: Any) -> jax.Array:
     return _only(opt_state, QkClipState).num_clipped
 
 
+def restarted(opt_state: Any) -> Any:
+    """The state with its moments, but at the beginning of the learning-rate schedule."""
+
+    def one(node: Any) -> Any:
+        if isinstance(node, optax.ScaleByScheduleState):
+            return jax.tree.map(jnp.zeros_like, node)
+        return node
+
+    return jax.tree.map(one, opt_state, is_leaf=lambda node: isinstance(node, optax.ScaleByScheduleState))
+
+
 def _only(opt_state: Any, kind: type) -> Any:
     """The one state of this kind in a chain."""
     nodes = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,9 +21,11 @@ from k3train.config.values import flat_values
 from k3train.core import log
 from k3train.data import loader as data
 from k3train.data.loader import Corpora, EvalLoader, TrainLoader
+from k3train.optim.build import restarted
 from k3train.parallel import hosts
 from k3train.parallel.mesh import make_mesh
 from k3train.train import metrics, phases
+from k3train.train import origin as origins
 from k3train.train.evaluate import evaluate
 from k3train.train.run_folder import RunFolder, open_run_folder
 from k3train.train.state import TrainState
@@ -65,7 +66,7 @@ def train(
     """
     began = time.perf_counter()
     _check_same_everywhere(config)
-    resolved = phases.resolve(config)
+    phases.check(config)
     with (
         Stop() as stop,
         open_run_folder(workdir) as folder,
@@ -75,6 +76,7 @@ def train(
         if (latest := checkpoints.latest()) is not None and latest >= config.num_steps:
             _say_complete(folder, latest)
             return DONE
+        origin = origins.find(config) if latest is None else None
         mesh = make_mesh(asdict(config.mesh))
         program = Program(config, mesh)
         corpora = data.read_corpora(config.data)
@@ -82,13 +84,13 @@ def train(
         share = hosts.batch_share(mesh, config.data.batch_size)
         loaders = _loader(config, corpora, share), _heldout(config, corpora, share)
         run = _Run(config, folder, checkpoints, program, stop, *loaders, began)
-        state = run.restore() if latest is not None else _initial(program, config)
+        state = run.restore() if latest is not None else _initial(program, config, origin)
         hosts.first_alone(lambda: folder.start(config, run.step))
         with log.to_file(folder.log) if run.first else nullcontext():
             devices = _devices(mesh)
             _say(f"mesh: {mesh_text(config.mesh)} ({devices})", header)
             _say(*_command_line(config, sources or {}))
-            _say(*(_continued(run, changes) if latest is not None else resolved))
+            _say(*(_continued(run, changes) if latest is not None else phases.described(config, origin)))
             run.baselines = _say_data(config, corpora)
             if not run.first:
                 return run.go(state, None)
@@ -270,19 +272,14 @@ class _Run:
             _say(f"held-out loss {self.last['eval/loss']:.3f} nats per token{counted}")
 
 
-def _initial(program: Program, config: Config) -> TrainState:
-    """Fresh state, with the weights and the router bias of another run if the config names one."""
-    if not config.init_from:
-        return program.init()
-    origin = RunFolder(Path(config.init_from))
-    before, now = flat_values(origin.read_config()), flat_values(config)
-    for knob in now:
-        if before[knob] != now[knob] and knob.startswith(("model.", "data.tokenizer", "data.seq_len")):
-            _LOG.warning("init_from=%s was trained with %s=%r; now %r", origin.path, knob, before[knob], now[knob])
-    with Checkpoints(origin.checkpoints) as saved:
-        wanted = {"model": _parts(program.abstract_state)["model"]}
-        model = saved.restore(saved.resolve(None), wanted)["model"]
-    return program.init()._replace(params=model["params"], bias=model["bias"])
+def _initial(program: Program, config: Config, origin: origins.Origin | None) -> TrainState:
+    """Fresh state, with what the phase carries over from another run."""
+    fresh = program.init()
+    if origin is None:
+        return fresh
+    carried = origins.read(origin, _parts(program.abstract_state), moments=phases.PHASES[config.phase].moments)
+    moments = {"opt_state": restarted(carried["optimizer"]["opt_state"])} if "optimizer" in carried else {}
+    return fresh._replace(**carried["model"], **moments)
 
 
 def _parts(state: TrainState) -> dict[str, Any]:
@@ -349,6 +346,7 @@ def _command_line(config: Config, sources: Mapping[str, str]) -> list[str]:
 def _continued(run: _Run, changes: list[str]) -> list[str]:
     lines = [f"continues at step {run.step} of {run.config.num_steps} with all that {run.folder.checkpoints} holds"]
     lines += [f"  changed since: {change}" for change in changes]
+    lines += phases.quantisation(run.config)
     if cut := run.checkpoints.incomplete():
         lines.append(f"  passed over, cut short while being saved: {', '.join(cut)}")
     return lines

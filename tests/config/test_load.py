@@ -109,6 +109,29 @@ def test_a_run_stands_for_a_config_file(tmp_path):
         load(run)
 
 
+@pytest.mark.parametrize(
+    ("body", "overrides", "wanted", "source"),
+    [
+        ("cfg.phase = 'sft'", [], "mxfp4_mxfp8", "phase=sft"),
+        ("cfg.phase = 'sft'", ["--config.quant.experts=mxfp4"], "mxfp4", COMMAND_LINE),
+        ("cfg.phase = 'sft'", ["--config.phase=cooldown"], "none", "default, [report 4.1.4]"),
+        ("cfg.phase = 'sft'\ncfg.quant.experts = 'none'", [], "none", "default, [report 4.1.4]"),
+        ("cfg.phase = 'sft'\ncfg.quant.update(experts='none')", [], "none", "default, [report 4.1.4]"),
+        ("cfg.quant.experts = 'mxfp4'", ["--config.phase=sft"], "mxfp4", "mine.py"),
+        ("", ["--config.phase=sft"], "mxfp4_mxfp8", "phase=sft"),
+    ],
+)
+def test_what_nobody_gave_is_as_the_phase_has_it(tmp_path, body, overrides, wanted, source):
+    """Given is what was written, even if it is what was there."""
+    path = write(tmp_path, body)
+    config, sources = load(path, overrides)
+    assert (config.quant.experts, sources["quant.experts"]) == (wanted, source)
+    (tmp_path / "config.json").write_text(to_json(config))
+    assert load(tmp_path)[0] == config
+    if config.phase != "sft":  # a run before fine-tuning, as the configuration of the fine-tuning
+        assert load(tmp_path, ["--config.phase=sft"])[0].quant.experts == "mxfp4_mxfp8"
+
+
 def test_a_whole_section_may_be_replaced(tmp_path):
     path = write(tmp_path, "cfg.mesh = dict(pipeline=1, data=2, context=1, expert=4, tensor=1)\ncfg.mesh.data = 8")
     assert load(path)[0].mesh.data == 8

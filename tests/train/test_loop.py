@@ -283,14 +283,18 @@ def test_another_runs_weights_as_a_start(config, tmp_path, capsys):
     second = replace(second, data=replace(config.data, seq_len=16))
     assert train(second, tmp_path / "second") == 0
     said = capsys.readouterr().out
-    assert f"weights and router bias from {first}" in said
-    assert "was trained with data.seq_len=32; now 16" in said
+    assert f"carries over from {first}, step 10: weights, router bias, optimizer moments" in said
+    assert "data.seq_len was 32, is 16" in said
     (old, _), (new, record) = saved(first), saved(tmp_path / "second")
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(loop._parts(_abstract()))]
     values, before = dict(zip(names, new, strict=True)), dict(zip(names, old, strict=True))
     bias = "['model']['bias']['b']"
     np.testing.assert_array_equal(values[bias], before[bias] + 5)  # carried, then moved by five steps
     assert values["['optimizer']['step']"] == 5 and record["data"]["next_batch"] == 5
+    moments = "['optimizer']['opt_state'][0]"
+    assert (values[moments] > 0.9**5 * before[moments]).all()  # what came along has decayed, more has been added
+    assert train(replace(second, phase="pretrain"), tmp_path / "anew") == 0
+    assert (saved(tmp_path / "anew")[0][names.index(moments)] < values[moments]).all()
     with pytest.raises(ValueError, match="holds no config.json"):
         train(replace(second, init_from=str(tmp_path / "nowhere")), tmp_path / "third")
     assert not (tmp_path / "third").exists()
