@@ -20,6 +20,36 @@ BLOCK = 16
 NEW = 10
 
 
+SWITCHES = {
+    "both, dense": {"num_layers": 3, "kda_layers": (0, 1), "mla_layers": (2,), "dense_layers": (0, 1, 2)},
+    "KDA alone": {"kda_layers": (0, 1), "mla_layers": ()},
+    "MLA alone": {"kda_layers": (), "mla_layers": (0, 1)},
+    "Kimi-Linear's switches": {
+        "kda_layers": (0,), "mla_layers": (1,), "dense_layers": (0,), "moe_layers": (1,), "kda_gate": "softplus",
+        "activation": "swiglu", "kda_output_gate": "low_rank", "mla_q_lora_rank": 0, "mla_output_gate": False,
+        "moe_latent_size": 0,
+    },
+}  # fmt: skip
+
+
+def make(**switches) -> Micro:
+    """A model that compiles faster than the one with every mechanism."""
+    values = {
+        "vocab_size": 256, "hidden_size": 32, "num_layers": 2, "dense_layers": (0, 1), "moe_layers": (),
+        "attn_res": "none", "intermediate_size": 32, "kda_num_heads": 2, "kda_head_dim": 16, "kda_gate_rank": 8,
+        "mla_num_heads": 2, "mla_kv_lora_rank": 16, "num_experts": 4, "num_experts_per_token": 2,
+        "moe_intermediate_size": 16,
+    }  # fmt: skip
+    config = ModelConfig(**(values | switches))
+    engine = Engine(config, make_mesh({}, jax.devices()[:1]), chunk=32)
+    return Micro(config, random_weights(engine), engine)
+
+
+@pytest.fixture(scope="module")
+def small() -> Micro:
+    return make(**SWITCHES["both, dense"])
+
+
 @pytest.fixture(scope="module")
 def prompts():
     """Three that share 40 tokens, which are two and a half blocks."""
@@ -59,94 +89,80 @@ def test_a_hit_generates_what_a_cold_start_does(micro, prompts, sampling):
     assert set(before[0]) <= set(recorded(cache)[0]) and set(before[1]) <= set(recorded(cache)[1]), "used as copies"
 
 
-def test_from_the_end_of_a_block_on_not_a_bit_differs(micro, prompts):
+def test_from_the_end_of_a_block_on_not_a_bit_differs(small, prompts):
     """The pieces after a hit are those of a cold start."""
     cache = PrefixCache(block=BLOCK)
-    ask(micro, cache, prompts[0])
+    ask(small, cache, prompts[0])
     hit = cache.find(prompts[1])
     assert hit is not None and hit.length == 32
 
     def state(sequences):
         for first in range(int(sequences.lengths[0]), len(prompts[1]), BLOCK):
-            sequences = micro.engine.extend(micro.weights, sequences, [prompts[1][first : first + BLOCK]])
-        return micro.engine.fixed_state(sequences), micro.engine.latents(sequences, 0, len(prompts[1]))
+            sequences = small.engine.extend(small.weights, sequences, [prompts[1][first : first + BLOCK]])
+        return small.engine.fixed_state(sequences), small.engine.latents(sequences, 0, len(prompts[1]))
 
-    warm, cold = state(micro.engine.resume(*hit, 64)), state(micro.engine.start(1, 64))
+    warm, cold = state(small.engine.resume(*hit, 64)), state(small.engine.start(1, 64))
     jax.tree.map(np.testing.assert_array_equal, warm, cold)
 
 
-def test_after_eviction_it_is_the_same(micro, prompts):
+def test_after_eviction_it_is_the_same(small, prompts):
     """A budget that holds about one prompt: entries come and go, texts stay."""
     cache = PrefixCache(block=BLOCK)
-    ask(micro, cache, prompts[0])
-    small = PrefixCache(budget=cache.held, block=BLOCK)
-    wanted = [ask(micro, None, prompt).tokens for prompt in prompts]
+    ask(small, cache, prompts[0])
+    tight = PrefixCache(budget=cache.held, block=BLOCK)
+    wanted = [ask(small, None, prompt).tokens for prompt in prompts]
     other = np.random.default_rng(9).integers(0, 256, 60).astype(np.int32)
     for _ in range(2):
+        reused = []
         for prompt, tokens in zip(prompts, wanted, strict=True):
-            assert ask(micro, small, prompt).tokens == tokens
-        assert ask(micro, small, other).reused_tokens == 0
-        assert all(small.find(prompt) is None or len(small) > 0 for prompt in prompts)
-        ask(micro, small, other[::-1])
-        assert small.held <= small.budget and small.find(prompts[0]) is None, "pushed out"
+            warm = ask(small, tight, prompt)
+            assert warm.tokens == tokens and warm.held_bytes <= tight.budget
+            reused.append(warm.reused_tokens)
+        assert reused == [0, 32, 32]
+        for prompt in (other, other[::-1]):
+            assert ask(small, tight, prompt).reused_tokens == 0
+        assert tight.find(prompts[0]) is None, "pushed out"
 
 
-def test_a_conversation_goes_on_where_its_turn_ended(micro, prompts):
+def test_a_conversation_goes_on_where_its_turn_ended(small, prompts):
     """The next prompt holds the last one and its answer: all of that is reused, and the text is the cold one's."""
     cache = PrefixCache(block=BLOCK)
     prompt = prompts[0]
     for more in ([7, 8, 9], list(range(30))):
-        first = ask(micro, cache, prompt)
+        first = ask(small, cache, prompt)
         longer = np.concatenate([prompt, first.tokens, more]).astype(np.int32)
-        second = ask(micro, cache, longer)
+        second = ask(small, cache, longer)
         assert second.reused_tokens == len(prompt) + NEW
-        assert second.tokens == ask(micro, None, longer).tokens
+        assert second.tokens == ask(small, None, longer).tokens
         prompt = longer
     # a stop token is not fed: the turn ended before it
-    stop = ask(micro, None, prompts[1]).tokens[3]
-    stopped = ask(micro, cache, prompts[1], stops=[stop])
+    stop = ask(small, None, prompts[1]).tokens[3]
+    stopped = ask(small, cache, prompts[1], stops=[stop])
     following = np.concatenate([prompts[1], stopped.tokens, [stop, 3]]).astype(np.int32)
-    assert ask(micro, cache, following).reused_tokens == len(prompts[1]) + len(stopped.tokens)
+    assert ask(small, cache, following).reused_tokens == len(prompts[1]) + len(stopped.tokens)
 
 
-def test_a_restored_state_at_every_kind_of_length_is_a_prefill_in_one_go(micro, prompts):
+def test_a_restored_state_at_every_kind_of_length_is_a_prefill_in_one_go(small, prompts):
     """Ends of blocks and lengths off any chunk (docs/k3.md section 5, last item but one)."""
     prompt = np.concatenate([prompts[0], prompts[1]])[:64]
-    whole = micro.engine.logits(micro.weights, prompt[None], np.ones((1, 64), np.int32))[0]
+    whole = small.engine.logits(small.weights, prompt[None], np.ones((1, 64), np.int32))[0]
     for length in (1, 15, 16, 17, 33, 48, 63):
-        sequences = micro.engine.extend(micro.weights, micro.engine.start(1, 64), [prompt[:length]])
-        saved = micro.engine.fixed_state(sequences), [micro.engine.latents(sequences, 0, length)]
-        resumed = micro.engine.resume(length, *saved, capacity=64)
-        resumed = micro.engine.extend(micro.weights, resumed, [prompt[length:]])
-        assert_close(micro.engine.next_logits(micro.weights, resumed)[0], whole[-1], "decode", f"cut at {length}")
+        sequences = small.engine.extend(small.weights, small.engine.start(1, 64), [prompt[:length]])
+        saved = small.engine.fixed_state(sequences), [small.engine.latents(sequences, 0, length)]
+        resumed = small.engine.resume(length, *saved, capacity=64)
+        resumed = small.engine.extend(small.weights, resumed, [prompt[length:]])
+        assert_close(small.engine.next_logits(small.weights, resumed)[0], whole[-1], "decode", f"cut at {length}")
         assert all(not x.flags.writeable for x in (*saved[0], *saved[1][0]))
 
 
-SWITCHES = {
-    "KDA alone": {"kda_layers": (0, 1), "mla_layers": (), "dense_layers": (0, 1), "moe_layers": ()},
-    "MLA alone": {"kda_layers": (), "mla_layers": (0, 1), "dense_layers": (0, 1), "moe_layers": ()},
-    "Kimi-Linear's switches": {
-        "kda_layers": (0,), "mla_layers": (1,), "dense_layers": (0,), "moe_layers": (1,), "kda_gate": "softplus",
-        "activation": "swiglu", "kda_output_gate": "low_rank", "mla_q_lora_rank": 0, "mla_output_gate": False,
-        "moe_latent_size": 0,
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", SWITCHES)
+@pytest.mark.parametrize("name", ["KDA alone", "MLA alone", "Kimi-Linear's switches"])
 def test_other_stacks(name, prompts):
-    config = ModelConfig(
-        vocab_size=256, hidden_size=32, num_layers=2, attn_res="none", intermediate_size=32, kda_num_heads=2,
-        kda_head_dim=16, kda_gate_rank=8, mla_num_heads=2, mla_kv_lora_rank=16, num_experts=4,
-        num_experts_per_token=2, moe_intermediate_size=16, **SWITCHES[name],
-    )  # fmt: skip
-    engine = Engine(config, make_mesh({}, jax.devices()[:1]), chunk=32)
-    micro, cache = Micro(config, random_weights(engine), engine), PrefixCache(block=BLOCK)
+    small, cache = make(**SWITCHES[name]), PrefixCache(block=BLOCK)
     for prompt, reused in zip(prompts, (0, 32, 32), strict=True):
-        warm = ask(micro, cache, prompt)
+        warm = ask(small, cache, prompt)
         assert warm.reused_tokens == reused
         row = np.concatenate([prompt, warm.tokens])[None].astype(np.int32)
-        full = engine.logits(micro.weights, row, np.ones_like(row))[0]
+        full = small.engine.logits(small.weights, row, np.ones_like(row))[0]
         assert warm.tokens == full[len(prompt) - 1 : -1].argmax(-1).tolist()
 
 
@@ -169,24 +185,24 @@ def test_on_a_training_mesh(micro, prompts):
     assert_close(resumed[0], wanted[2], "decode")
 
 
-def test_programs_are_compiled_once_per_bucket(micro, prompts):
+def test_programs_are_compiled_once_per_bucket(small, prompts):
     cache = PrefixCache(block=BLOCK)
     for prompt in prompts:
-        ask(micro, cache, prompt)
-    assert [ask(micro, cache, prompt[:-1]).compiled for prompt in prompts] == [0, 0, 0]
-    assert micro.engine.num_programs == len(set(micro.engine.programs))
-    assert {size for kind, *_, size in micro.engine.programs if kind == "latents"} <= {16, 32, 64}
+        ask(small, cache, prompt)
+    assert [ask(small, cache, prompt[:-1]).compiled for prompt in prompts] == [0, 0, 0]
+    assert small.engine.num_programs == len(set(small.engine.programs))
+    assert {size for kind, *_, size in small.engine.programs if kind == "latents"} <= {16, 32, 64}
 
 
-def test_refusals_name_the_request(micro, prompts):
-    table = micro.weights.params["embed"]["table"].at[int(prompts[0][20])].set(np.nan)
-    spoiled = micro.weights._replace(params={**micro.weights.params, "embed": {"table": table}})
+def test_refusals_name_the_request(small, prompts):
+    table = small.weights.params["embed"]["table"].at[int(prompts[0][20])].set(np.nan)
+    spoiled = small.weights._replace(params={**small.weights.params, "embed": {"table": table}})
     with pytest.raises(NonFiniteLogits, match=f"row 7 at position {len(prompts[0])} "):
-        answer(micro.engine, spoiled, None, prompts[0], 4, GREEDY, number=7)
+        answer(small.engine, spoiled, None, prompts[0], 4, GREEDY, number=7)
     cache = PrefixCache(block=BLOCK)
-    ask(micro, cache, prompts[0])
+    ask(small, cache, prompts[0])
     with pytest.raises(ValueError, match="other weights"):
-        answer(micro.engine, spoiled, cache, prompts[0], 4, GREEDY)
+        answer(small.engine, spoiled, cache, prompts[0], 4, GREEDY)
 
 
 def test_prompts_from_a_file(tmp_path):
