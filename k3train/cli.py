@@ -15,9 +15,10 @@ from k3train import __version__
 from k3train.config.check import ConfigError, check, mesh_size, mesh_text
 from k3train.config.load import override, read, split_overrides
 from k3train.config.schema import Config
-from k3train.config.values import flat_values
+from k3train.config.values import KNOBS, flat_values
 from k3train.core import log
 
+QUANT_KINDS = KNOBS["quant.experts"].choices
 DONE, OUR_FAULT, USER_MISTAKE = 0, 1, 2  # a training run also ends with 3 (non-finite) or 4 (steps not reached)
 
 _EPILOG = """\
@@ -161,10 +162,15 @@ def _parser() -> _Parser:
         help="fields of config.json to pass over although they are not understood, with commas between",
     )  # fmt: skip
 
+    import_hf.add_argument(
+        "--quant", choices=QUANT_KINDS, metavar="KIND",
+        help=f"how routed experts compute: {', '.join(QUANT_KINDS)}; default: mxfp4_mxfp8 if they are packed",
+    )  # fmt: skip
+
     export_hf = command("export-hf", _export_hf, "write a checkpoint of a run as a released one")
     export_hf.add_argument("output", type=Path, metavar="OUTPUT_DIR", help="folder to make; must be empty if there")
     _run_options(export_hf)
-    export_hf.add_argument("--experts", metavar="KIND", help="mxfp4, bf16 or f32; default: as imported")
+    export_hf.add_argument("--experts", metavar="KIND", help="mxfp4, bf16 or f32; default: as trained or imported")
     export_hf.add_argument(
         "--layout", metavar="NAME", help="k3, kimi_linear or transformers; default: as imported, or what the model fits"
     )
@@ -312,7 +318,7 @@ def _plan(parsed: argparse.Namespace) -> int:
 def _import_hf(parsed: argparse.Namespace) -> int:
     from k3train.checkpoint.hf_import import import_hf
 
-    import_hf(parsed.source, parsed.workdir, ignore=parsed.ignore_fields)
+    import_hf(parsed.source, parsed.workdir, ignore=parsed.ignore_fields, quant=parsed.quant)
     return DONE
 
 

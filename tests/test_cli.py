@@ -157,10 +157,11 @@ def test_eval_and_generate_use_the_run(room, run_folder, tmp_path, capsys):
 
 def test_import_hands_over(room, tmp_path):
     calls = []
-    room("k3train.checkpoint.hf_import", import_hf=lambda *paths, ignore: calls.append((*paths, ignore)))
+    room("k3train.checkpoint.hf_import", import_hf=lambda *paths, ignore, quant: calls.append((*paths, ignore, quant)))
     assert cli.main(["import-hf", "model", "--workdir", str(tmp_path)]) == 0
-    assert cli.main(["import-hf", "model", "--workdir", str(tmp_path), "--ignore-fields", "a,text_config.b"]) == 0
-    assert calls == [(Path("model"), tmp_path, ()), (Path("model"), tmp_path, ("a", "text_config.b"))]
+    options = ["--ignore-fields", "a,text_config.b", "--quant", "mxfp4"]
+    assert cli.main(["import-hf", "model", "--workdir", str(tmp_path), *options]) == 0
+    assert calls == [(Path("model"), tmp_path, (), None), (Path("model"), tmp_path, ("a", "text_config.b"), "mxfp4")]
 
 
 def test_export_hands_over(room, tmp_path):

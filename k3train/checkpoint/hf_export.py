@@ -120,7 +120,8 @@ def export_hf(
     Args:
         workdir: run folder.
         output: folder to make; an empty one may be there.
-        experts: "mxfp4", "bf16" or "f32"; None: as the release has them, or in the model's compute dtype.
+        experts: "mxfp4", "bf16" or "f32"; None: packed if training quantises them (then these are the weights that the
+            forward pass of training saw, bit for bit), else as the release has them, or in the model's compute dtype.
         layout: key of `hf_names.LAYOUTS`; None: the release's, or the one that the model fits.
         step: None: the newest.
 
@@ -161,8 +162,11 @@ def _prepare(workdir: Path, experts: str | None, layout: str | None) -> _Plan:
     layout = layout or (kept.release.layout if kept else layout_of(config.model))
     if layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: must be {', '.join(LAYOUTS)}")
+    trained_packed = config.quant.experts != "none"
     if experts is None:
-        experts = "mxfp4" if kept and kept.release.packed else ""
+        experts = "mxfp4" if trained_packed or (kept and kept.release.packed) else ""
+    elif trained_packed and experts != "mxfp4":
+        _LOG.warning("experts=%s: not rounded, though the forward pass of training rounds them to MXFP4", experts)
     default = "BF16" if config.model.compute_dtype == "bfloat16" else "F32"
     form = _Form(layout, experts, kept.release if kept else None, default)
     found = list(entries(config.model, layout))
@@ -250,7 +254,7 @@ def _write_model(
                 pieces.append(array[tuple(slice(*ranges[a]) if a in ranges else slice(None) for a in leaf.axes)])
             for entry in members:
                 if entry.layer is None or entry.layer in range(*ranges["layers"]):
-                    _write_entry(entry, pieces, ranges, headers, writer)
+                    _write_entry(entry, pieces, ranges, headers, writer, plan.config.quant.weight_scale)
 
 
 def _pieces(entry: Entry, arrays: Sequence[Stored]) -> Iterator[dict[str, tuple[int, int]]]:
@@ -273,8 +277,9 @@ def _write_entry(
     ranges: Mapping[str, tuple[int, int]],
     headers: Mapping[str, Header],
     writer: SafetensorsWriter,
+    rule: str,
 ) -> None:
-    """The tensors of an entry that lie in these ranges."""
+    """The tensors of an entry that lie in these ranges; `rule` is that of the scales where they are packed."""
     for expert in range(*ranges.get("experts", (0, 1))):
         parts = []
         for part, piece in enumerate(pieces):
@@ -286,7 +291,7 @@ def _write_entry(
             writer.write(name, _cast(weights, name, headers[name].dtype))
             continue
         try:
-            packed, scale = encode_mxfp4(weights)
+            packed, scale = encode_mxfp4(weights, rule)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from error
         writer.write(f"{name}_packed", packed)

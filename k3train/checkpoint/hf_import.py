@@ -21,7 +21,7 @@ from k3train.checkpoint.orbax import Checkpoints
 from k3train.checkpoint.safetensors_reader import Header, SafetensorsReader
 from k3train.config.check import check
 from k3train.config.load import to_json
-from k3train.config.schema import Config, ModelConfig
+from k3train.config.schema import Config, ModelConfig, QuantConfig
 from k3train.core.tree import Tree
 from k3train.model.k3 import blueprint
 from k3train.ops.mx import decode_mxfp4
@@ -67,22 +67,30 @@ class _Source(NamedTuple):
     notes: list[str]
 
 
-def import_hf(source: str | Path, workdir: str | Path, *, ignore: Collection[str] = ()) -> Imported:
+def import_hf(
+    source: str | Path, workdir: str | Path, *, ignore: Collection[str] = (), quant: str | None = None
+) -> Imported:
     """Makes a run folder from a released checkpoint: `config.json`, `checkpoints/0`, weights only, and `release/`.
 
     Args:
         source, ignore: see `read_hf`.
         workdir: run folder to make; nothing is written before everything was read.
+        quant: `quant.experts` of the run: how its routed experts compute. None: "mxfp4_mxfp8" where they are packed,
+            as K3 is trained and sampled from (report section 4.1.4), else "none". On packed weights "mxfp4" and "none"
+            are the same.
 
     Raises:
-        ValueError: see `read_hf`; or `workdir` already holds a run, or cannot be written.
+        ValueError: see `read_hf`; or `workdir` already holds a run, or cannot be written; or widths that cannot be
+            quantised.
     """
     source, workdir = Path(source), Path(workdir)
     _refuse_workdir(workdir)
     with _opened(source, ignore) as opened:
         files = release.carried_files(source)
+        experts = quant or ("mxfp4_mxfp8" if opened.form.packed else "none")
+        config = Config(model=opened.model, quant=QuantConfig(experts=experts))
+        check(config)
         imported = _onto_devices(opened, None)
-        config = Config(model=imported.config)
         names = [file.name for file in files]
         tokenizer = next((name for name in release.TOKENIZERS if name in names), None)
         if tokenizer is not None:
@@ -96,7 +104,8 @@ def import_hf(source: str | Path, workdir: str | Path, *, ignore: Collection[str
             draft = workdir / "config.json.partial"
             draft.write_text(to_json(config))
             draft.replace(workdir / "config.json")  # last: a folder without it is not a run
-    for note in (*imported.notes, *_about_files(names, config.data.tokenizer)):
+    how = f"routed experts compute with quant.experts={experts}"
+    for note in (*imported.notes, how, *_about_files(names, config.data.tokenizer)):
         _LOG.info("%s", note)
     _LOG.info("%s: step 0, %s parameters", workdir, f"{sum(x.size for x in jax.tree.leaves(imported.params)):,}")
     return imported
