@@ -66,6 +66,11 @@ class Program:
         with use_mesh(self.mesh):
             return self._train(state, batch)
 
+    def lower(self, batch: Tree) -> jax.stages.Lowered:
+        """The training step for batches of these shapes (ShapeDtypeStruct), lowered; nothing is allocated."""
+        with use_mesh(self.mesh):
+            return self._train.lower(self.abstract_state, batch)
+
     def eval_step(self, params: Tree, bias: Tree, batch: Batch) -> dict[str, jax.Array]:
         """Loss sum and token count of a held-out batch; changes nothing."""
         with use_mesh(self.mesh):
