@@ -44,8 +44,8 @@ def decode(config: Config, context: int) -> Flops:
     """One more token after `context` others: recurrent KDA, and MLA on the latents themselves."""
     model = config.model
     H, R, P = model.mla_num_heads, model.mla_kv_lora_rank, model.mla_qk_rope_head_dim
-    # absorbed: scores against latent and extra key, values mixed as latents
-    pair = 2.0 * H * (R + P + R) * len(model.mla_layers)
+    # absorbed: whole cached rows are scored against, and mixed (ops/attention.py drops the extra key afterwards)
+    pair = 2.0 * H * 2 * (R + P) * len(model.mla_layers)
     return Flops(
         weights=2.0 * count(config).activated,
         mla=pair * (context + 1),

@@ -30,7 +30,7 @@ def test_a_decoded_token_of_kimi_k3():
     assert decode(config, 0).kda == pytest.approx(0.76e9, rel=0.01)
     last = decode(config, 2**20 - 1)
     assert last.weights == 2 * 104_189_612_640
-    assert last.mla == 2 * 96 * (576 + 512) * 24 * 2**20
+    assert last.mla == 2 * 96 * (576 + 576) * 24 * 2**20
     expanded = 1_474_560 * 2**20
     assert expanded == pytest.approx(1.55e12, rel=0.01) and 3 < last.mla / expanded < 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from k3train.config.schema import ModelConfig
 from k3train.inference.answer import Answer, answer, read_prompts, report
-from k3train.inference.engine import Engine, NonFiniteLogits
+from k3train.inference.engine import CHUNK, Engine, NonFiniteLogits
 from k3train.inference.prefix_cache import PrefixCache
 from k3train.inference.sample import Sampling
 from k3train.parallel.mesh import make_mesh
@@ -29,10 +29,11 @@ SWITCHES = {
         "activation": "swiglu", "kda_output_gate": "low_rank", "mla_q_lora_rank": 0, "mla_output_gate": False,
         "moe_latent_size": 0,
     },
+    "bfloat16": {"kda_layers": (0,), "mla_layers": (1,), "compute_dtype": "bfloat16"},
 }  # fmt: skip
 
 
-def make(**switches) -> Micro:
+def make(chunk=32, **switches) -> Micro:
     """A model that compiles faster than the one with every mechanism."""
     values = {
         "vocab_size": 256, "hidden_size": 32, "num_layers": 2, "dense_layers": (0, 1), "moe_layers": (),
@@ -41,7 +42,7 @@ def make(**switches) -> Micro:
         "moe_intermediate_size": 16,
     }  # fmt: skip
     config = ModelConfig(**(values | switches))
-    engine = Engine(config, make_mesh({}, jax.devices()[:1]), chunk=32)
+    engine = Engine(config, make_mesh({}, jax.devices()[:1]), chunk=chunk)
     return Micro(config, random_weights(engine), engine)
 
 
@@ -155,12 +156,33 @@ def test_a_restored_state_at_every_kind_of_length_is_a_prefill_in_one_go(small, 
         assert all(not x.flags.writeable for x in (*saved[0], *saved[1][0]))
 
 
-@pytest.mark.parametrize("name", ["KDA alone", "MLA alone", "Kimi-Linear's switches"])
+def test_blocks_of_the_released_size():
+    """512 tokens, and pieces as long: lengths at, before and behind the ends of blocks are one full forward."""
+    real, cache = make(CHUNK, **SWITCHES["both, dense"]), PrefixCache()
+    rng = np.random.default_rng(3)
+    row = rng.integers(0, 256, 1200).astype(np.int32)
+    full = real.engine.logits(real.weights, row[None], np.ones((1, len(row)), np.int32))[0]
+    for length in (511, 512, 513, 1024, 1200):
+        one = ask(real, cache, row[:length])
+        hit = cache.find(row[:length])
+        assert hit is not None and hit.length == length
+        got = real.engine.next_logits(real.weights, real.engine.resume(*hit, 2048))[0]
+        assert_close(got, full[length - 1], "decode", f"{length} tokens, {one.reused_tokens} of them reused")
+    other = np.concatenate([row[:1100], rng.integers(0, 256, 50)]).astype(np.int32)
+    warm, cold = (ask(real, held, other) for held in (cache, None))
+    assert (warm.reused_tokens, cold.reused_tokens) == (1024, 0)
+    assert warm.tokens == cold.tokens
+
+
+@pytest.mark.parametrize("name", ["KDA alone", "MLA alone", "Kimi-Linear's switches", "bfloat16"])
 def test_other_stacks(name, prompts):
     small, cache = make(**SWITCHES[name]), PrefixCache(block=BLOCK)
     for prompt, reused in zip(prompts, (0, 32, 32), strict=True):
         warm = ask(small, cache, prompt)
         assert warm.reused_tokens == reused
+        assert warm.tokens == ask(small, None, prompt).tokens
+        if small.config.compute_dtype != "float32":
+            continue  # prefill and decode round differently there
         row = np.concatenate([prompt, warm.tokens])[None].astype(np.int32)
         full = small.engine.logits(small.weights, row, np.ones_like(row))[0]
         assert warm.tokens == full[len(prompt) - 1 : -1].argmax(-1).tolist()
