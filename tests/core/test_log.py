@@ -18,7 +18,8 @@ def test_messages_are_plain_on_the_terminal_and_timed_in_the_file(capsys, tmp_pa
 
 
 def test_other_processes_show_warnings_only(capsys):
-    with log.shown("stderr", process_index=1):
+    with log.shown("stderr"):
+        log.show_warnings_only()
         LOG.info("hidden")
         LOG.error("seen")
     assert capsys.readouterr().err == "error: seen\n"

@@ -23,9 +23,9 @@ MODEL = dict(
 SECTIONS = dict(
     model=MODEL,
     mesh=dict(data=2, expert=2),
-    data=dict(source="text", path=PATH, seq_len=32, batch_size=8, eval_fraction=0.2, eval_batches=2),
-    checkpoint=dict(every=5),
-    eval=dict(every=15),
+    data=dict(source="text", path=PATH, seq_len=128, batch_size=16, eval_fraction=0.2, eval_batches=2),
+    checkpoint=dict(every=20),
+    eval=dict(every=25),
     log=dict(every=1, tensorboard=False),
 )
 
@@ -33,7 +33,7 @@ def get_config():
     config = new_config()
     for section, values in SECTIONS.items():
         config[section].update(values)
-    config.num_steps = 30
+    config.num_steps = 50
     return config
 """
 ROOT = Path(__file__).parents[2]
@@ -110,7 +110,7 @@ def test_pod_equals_one_process_and_survives_a_kill(config, tmp_path):
     assert code == 0, text
 
     processes = start(config, run, [], [])
-    wait_for_step(run, 6, processes)
+    wait_for_step(run, 4, processes)
     processes[1].send_signal(signal.SIGTERM)  # asked of one, done by all
     (code, text), (other, words) = finish(processes)
     assert (code, other) == (4, 4), text + words
@@ -119,7 +119,7 @@ def test_pod_equals_one_process_and_survives_a_kill(config, tmp_path):
     stopped = max(logged(run))
 
     processes = start(config, run, [], [])
-    wait_for_step(run, stopped + 6, processes)
+    wait_for_step(run, stopped + 4, processes)
     processes[1].kill()
     began = time.monotonic()
     (code, text), _ = finish(processes, 60)
