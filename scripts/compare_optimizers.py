@@ -98,6 +98,7 @@ def table(title: str, results: dict[str, list[Records]]) -> str:
 
 
 def draw(results: dict[str, dict[str, list[Records]]], picture: Path) -> None:
+    """Mean of the seeds by step, and from the lowest to the highest of them."""
     import matplotlib.pyplot as plt
 
     panels = [
@@ -108,14 +109,14 @@ def draw(results: dict[str, dict[str, list[Records]]], picture: Path) -> None:
     figure, grid = plt.subplots(len(results), len(panels), figsize=(13, 3.7 * len(results)), dpi=100, squeeze=False)
     for line, (title, variants) in zip(grid, results.items(), strict=True):
         for axes, (metric, label) in zip(line, panels, strict=True):
-            for colour, (name, runs) in enumerate(variants.items()):
-                for number, records in enumerate(runs):
-                    points = [(r["step"], r[metric]) for r in records if metric in r]
-                    style = {"color": f"C{colour}", "lw": 1.0, "alpha": 0.8}
-                    axes.plot(*zip(*points, strict=True), label=name if number == 0 else None, **style)
+            for name, runs in variants.items():
+                steps = [r["step"] for r in runs[0] if metric in r]
+                values = list(zip(*([r[metric] for r in records if metric in r] for records in runs), strict=True))
+                (curve,) = axes.plot(steps, [mean(seeds) for seeds in values], label=name, lw=1.3)
+                low, high = [min(seeds) for seeds in values], [max(seeds) for seeds in values]
+                axes.fill_between(steps, low, high, color=curve.get_color(), alpha=0.15, lw=0)
             axes.set(xlabel="step", ylabel=label)
             axes.spines[["top", "right"]].set_visible(False)
-        line[1].set_yscale("log")
         line[1].axhline(THRESHOLD, color="grey", lw=0.8, ls="--")
         line[2].axhline(1.0, color="grey", lw=0.8, ls="--")
         line[0].set_title(title, loc="left")
