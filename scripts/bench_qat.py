@@ -45,11 +45,12 @@ def main() -> None:
 
     from k3train.config.check import mesh_size, mesh_text
     from k3train.config.load import load
-    from k3train.parallel.devices import prepare_devices
+    from k3train.parallel.devices import keep_compiled_programs, prepare_devices
 
     kinds = ("none", "mxfp4", "mxfp4_mxfp8")
     configs = {kind: load(args.config, [f"--config.quant.experts={kind}"])[0] for kind in kinds}
     plain = configs["none"]
+    keep_compiled_programs()
     prepare_devices(mesh_size(plain.mesh))
     print(
         f"jax {jax.__version__} on {jax.default_backend()}, {plain.data.batch_size} x {plain.data.seq_len} tokens, "

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,6 +13,8 @@ from k3train.core.tree import leaves
 from k3train.model.k3 import blueprint
 from k3train.model.quantise import described, input_rounding, rounded_params, straddling, weight_rounding
 from k3train.ops.mx import E2M1, E4M3, Rounding, decode_mxfp4, encode_mxfp4
+from k3train.parallel.mesh import make_mesh, use_mesh
+from k3train.parallel.rules import param_shardings
 
 CONFIG = load("tiny_sft")[0]
 INFOS = blueprint(CONFIG.model).infos
@@ -59,6 +62,24 @@ def test_the_resolved_list_names_every_quantised_parameter_and_the_rest():
         assert component in last
     assert "routed experts" not in last
     assert "with as they are" in described(INFOS, replace(CONFIG.quant, experts="mxfp4"))[0]
+
+
+def test_weights_are_rounded_where_they_lie():
+    """On a mesh that splits experts and blocks' axis, no device needs anything of another."""
+    mesh = make_mesh({"data": 2, "expert": 4})
+    infos = {path: info for path, info in leaves(INFOS) if info.quantised}
+    shardings = param_shardings(infos, mesh)
+    draw = np.random.default_rng(0)
+    params = {path: draw.standard_normal(info.shape, np.float32) for path, info in infos.items()}
+    placed = jax.tree.map(jax.device_put, params, shardings)
+    with use_mesh(mesh):
+        program = (
+            jax.jit(lambda p: rounded_params(p, infos, CONFIG.quant), out_shardings=shardings).lower(placed).compile()
+        )
+    text = program.as_text()
+    assert not any(name in text for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute"))
+    for path, weights in program(placed).items():
+        np.testing.assert_array_equal(weights, rounded_params(params, infos, CONFIG.quant)[path])
 
 
 @pytest.mark.parametrize("axis", ["data", "expert", "tensor"])
