@@ -1,5 +1,7 @@
 """Tiny K3 fine-tuned on chat: questions about the standard library, in K3's template with think, response and tools.
 
+Its routed experts are quantised in the loop, as the phase `sft` has it; --config.quant.experts=none leaves them alone.
+
 Run:   k3train train --config configs/tiny_sft.py, after configs/tiny.py (./launch/laptop.sh)
 Needs: two CPU cores, no network; the run that configs/tiny.py leaves in runs/tiny.
 """

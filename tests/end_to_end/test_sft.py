@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import jax
 import numpy as np
 import pytest
 
@@ -12,6 +13,7 @@ from k3train.checkpoint.hf_import import import_hf
 from k3train.config.schema import Config, DataConfig, LogConfig, MeshConfig, OptimConfig, QuantConfig
 from k3train.core.tree import leaves
 from k3train.ops.mx import decode_mxfp4
+from k3train.parallel.mesh import make_mesh
 from k3train.train.loop import train
 from tests.checkpoint.releases import K3, make_run, random_parameters, release
 from tests.checkpoint.test_hf_export import config_of, same_bytes, strange_reader
@@ -100,6 +102,13 @@ def test_masters_are_not_what_is_exported(folder, sft, caplog):
     tensors = strange_reader(folder / "out")
     rounded = decode_mxfp4(tensors[f"{name}_packed"], tensors[f"{name}_scale"])
     assert (masters[name] != rounded).mean() > 0.9
+
+
+def test_a_mesh_that_would_cut_blocks_cannot_hold_the_run(folder):
+    with pytest.raises(
+        ValueError, match="routed experts: expert_in has 32 entries, no whole blocks of 32 on"
+    ):
+        k3train.load(folder / "sft", mesh=make_mesh({"data": 2}, jax.devices()[:2]))
 
 
 def test_an_import_may_leave_the_inputs_alone(folder, again):
