@@ -140,6 +140,11 @@ def _parser() -> _Parser:
         "--prompts", type=Path, metavar="FILE",
         help="texts to continue, one a line (.jsonl: JSON texts); what they begin with in common is computed once",
     )  # fmt: skip
+    generate.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message; print the reply in K3's chat template"
+    )
+    for name, knob in (("mode", KNOBS["data.chat_mode"]), ("effort", KNOBS["data.chat_effort"])):
+        generate.add_argument(f"--chat-{name}", choices=knob.choices, help=f"{', '.join(knob.choices)}; as trained")
     generate.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add at most (200)")
     generate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (1.0)")
     generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of the probability kept (1.0)")
@@ -277,20 +282,23 @@ def _generate(parsed: argparse.Namespace) -> int:
     from k3train.inference.run import load
     from k3train.parallel.devices import keep_compiled_programs
 
+    if not parsed.chat and (parsed.chat_mode or parsed.chat_effort):
+        raise ConfigError("--chat-mode and --chat-effort are for --chat")
     prompts = read_prompts(parsed.prompts) if parsed.prompts else [parsed.prompt]
     cache = PrefixCache(parsed.cache_mib * 2**20, parsed.cache_block)
     keep_compiled_programs()
-    answers = load(parsed.workdir, parsed.step).answers(
-        prompts,
-        cache,
-        max_tokens=parsed.max_tokens,
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        seed=parsed.seed,
-    )
+    run = load(parsed.workdir, parsed.step)
+    options = {name: getattr(parsed, name) for name in ("max_tokens", "temperature", "top_p", "seed")}
+    if parsed.chat:
+        messages = [{"messages": [{"role": "user", "content": prompt}]} for prompt in prompts]
+        answers = run.replies(messages, cache, mode=parsed.chat_mode, effort=parsed.chat_effort, **options)
+    else:
+        answers = run.answers(prompts, cache, **options)
     done = []
     for prompt, answer in zip(prompts, answers, strict=True):
-        print(prompt + answer.text, flush=True)
+        print(answer.text if parsed.chat else prompt + answer.text, flush=True)
+        if answer.reply and answer.reply.fault:
+            print(f"reply {len(done)} {answer.reply.fault}", file=sys.stderr)
         done.append(answer)
     if parsed.report:
         print(f"\n{report(done)}")

@@ -15,6 +15,7 @@ from k3train import cli
 from k3train.audit.params import local_size
 from k3train.config.load import load, to_json
 from k3train.config.values import KNOBS
+from k3train.data.chat_reply import Reply
 from k3train.inference.answer import Answer
 from k3train.parallel.devices import prepare_devices
 
@@ -82,6 +83,8 @@ def test_a_misspelt_knob(capsys):
         (["eval", "--workdir", "nowhere", "--config.seed=3"], ["eval takes no --config.* values"]),
         (["generate", "--workdir", "nowhere"], ["--prompt --prompts is required"]),
         (["generate", "--workdir", "x", "--prompt", "a", "--cache-block", "0"], ["blocks of 0 tokens"]),
+        (["generate", "--workdir", "x", "--prompt", "a", "--chat-mode", "instruct"], ["are for --chat"]),
+        (["generate", "--workdir", "x", "--prompt", "a", "--chat", "--chat-effort", "medium"], ["'high', 'max'"]),
         (["show-config", "--config", TINY, "--config.log.tensorboard=1"], ["log.tensorboard='1'", "true or false"]),
     ],
 )  # fmt: skip
@@ -153,6 +156,20 @@ def test_eval_and_generate_use_the_run(room, run_folder, tmp_path, capsys):
     assert (one, two, empty) == ("hello world 0", "well world 1", "")
     assert "hit rate" in head and [row.split()[0] for row in rows] == ["0", "1", "all"]
     assert "/nowhere" in refused(capsys, "generate", "--workdir", "x", "--prompts", "/nowhere")
+
+
+def test_chat_prints_replies(room, run_folder, capsys):
+    class Run:
+        def replies(self, conversations, cache, **options):
+            assert conversations == [{"messages": [{"role": "user", "content": "hello"}]}]
+            assert options.pop("mode") is None and options.pop("effort") == "low" and len(options) == 4
+            reply = Reply({"role": "assistant", "content": "world"}, "cut off in response")
+            return iter([Answer([1], 4, 2, 0.5, 0.25, 100, 0, text=reply.text, reply=reply)])
+
+    room("k3train.inference.run", load=lambda workdir, step: Run())
+    options = ["--prompt", "hello", "--chat", "--chat-effort", "low"]
+    assert cli.main(["generate", "--workdir", str(run_folder), *options]) == 0
+    assert capsys.readouterr() == ("world\n", "reply 0 cut off in response\n")
 
 
 def test_import_hands_over(room, tmp_path):

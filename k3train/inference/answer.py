@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from k3train.data.chat_reply import Reply
 from k3train.inference.engine import Engine, Tokens, Weights
 from k3train.inference.prefix_cache import PrefixCache
 from k3train.inference.sample import Sampling
@@ -25,6 +26,7 @@ class Answer:
         held_bytes: what the cache holds afterwards.
         compiled: programs compiled on the way.
         text: `tokens` as text, where a tokenizer was at hand.
+        reply: `tokens` as an assistant's turn, where that was asked for.
     """
 
     tokens: list[int]
@@ -35,6 +37,7 @@ class Answer:
     held_bytes: int
     compiled: int
     text: str = ""
+    reply: Reply | None = None
 
     @property
     def hit_rate(self) -> float:

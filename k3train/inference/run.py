@@ -1,7 +1,7 @@
 """A run opened for use: its logits and its text, from the weights of a checkpoint or from those under training."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -15,7 +15,11 @@ from jax.typing import ArrayLike
 from k3train.checkpoint.orbax import Checkpoints
 from k3train.config.load import from_json
 from k3train.config.schema import Config, ModelConfig, QuantConfig
+from k3train.config.values import KNOBS
 from k3train.core.tree import Tree
+from k3train.data.chat_corpus import encode_prompt
+from k3train.data.chat_reply import read_reply
+from k3train.data.chat_template import END, control_ids
 from k3train.data.tokenizer import Tokenizer, load_tokenizer
 from k3train.inference.answer import Answer, answer
 from k3train.inference.engine import Engine, Weights
@@ -172,6 +176,61 @@ class Run:
             return replace(found, text=self.tokenizer.decode(found.tokens)) if as_text else found
 
         return (one(number, prompt) for number, prompt in enumerate(ids))
+
+    def replies(
+        self,
+        conversations: Sequence[Mapping[str, Any]],
+        cache: PrefixCache | None = None,
+        *,
+        mode: str | None = None,
+        effort: str | None = None,
+        max_tokens: int = 200,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Iterator[Answer]:
+        """The assistant's next turn in each conversation, in K3's chat template; ends at `<|end_of_msg|>`.
+
+        >>> import k3train
+        >>> run = k3train.load("runs/tiny")
+        >>> messages = [{"role": "user", "content": "What does `json.dumps` do?"}]
+        >>> (answer,) = run.replies([{"messages": messages}], mode="instruct", max_tokens=8)
+        >>> messages.append(answer.reply.message)  # in the same form, so that the conversation can go on
+        >>> messages[-1]["role"]
+        'assistant'
+
+        Args:
+            conversations: each as a line of a chat file: an object with `messages`, and `tools` where there are any.
+            mode: `thinking` or `instruct`; None: that of the run's data. A conversation's own `thinking` goes first.
+            effort: `none`, `low`, `high` or `max`; None: likewise.
+            cache, max_tokens, temperature, top_p, seed: as for `answers`.
+
+        Returns:
+            For every conversation, as soon as it is done, its answer with `reply`; `text` is that of the reply.
+
+        Raises:
+            ValueError: as `answers`; a conversation that cannot be rendered; another mode or effort; a tokenizer
+                without the control tokens.
+        """
+        data = self.config.data
+        for name, value in (("chat_mode", mode), ("chat_effort", effort)):
+            if value is not None:
+                choices = KNOBS[f"data.{name}"].choices
+                if value not in choices:
+                    raise ValueError(f"{name.removeprefix('chat_')}={value!r}: must be one of {', '.join(choices)}")
+                data = replace(data, **{name: value})
+        tokenizer = self.tokenizer
+        prompts = [encode_prompt(dict(conversation), data, tokenizer).tolist() for conversation in conversations]
+        stop = {control_ids(tokenizer)[END], *tokenizer.stop_ids}
+        answers = self.answers(
+            prompts, cache, max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed, stop=sorted(stop)
+        )
+
+        def one(prompt: list[int], found: Answer) -> Answer:
+            reply = read_reply(prompt, found.tokens, tokenizer)
+            return replace(found, text=reply.text, reply=reply)
+
+        return (one(prompt, found) for prompt, found in zip(prompts, answers, strict=True))
 
     def _prompts(self, prompts: Sequence[Any], max_tokens: int) -> tuple[list[np.ndarray], bool]:
         """Token ids of every prompt, and whether they came as texts."""

@@ -381,4 +381,5 @@ def _say_places(folder: RunFolder, step: int, *, tensorboard: bool) -> None:
     if tensorboard:
         _say(f"TensorBoard  tensorboard --logdir {folder.tensorboard}")
     _say(f"config       {folder.config}")
-    _say(f'next         k3train generate --workdir {folder.path} --prompt "def "')
+    example = '--chat --prompt "What is a list?"' if folder.read_config().data.is_chat else '--prompt "def "'
+    _say(f"next         k3train generate --workdir {folder.path} {example}")

@@ -38,7 +38,7 @@ def random_weights(engine: Engine) -> Weights:
 @pytest.fixture(scope="session")
 def micro() -> Micro:
     config = ModelConfig(
-        vocab_size=260, hidden_size=32, num_layers=6, kda_layers=(2, 4), mla_layers=(0, 1, 3, 5), dense_layers=(0,),
+        vocab_size=264, hidden_size=32, num_layers=6, kda_layers=(2, 4), mla_layers=(0, 1, 3, 5), dense_layers=(0,),
         moe_layers=(1, 2, 3, 4, 5), intermediate_size=48, kda_num_heads=2, kda_head_dim=16, kda_gate_rank=8,
         kda_chunk_size=16, mla_num_heads=2, mla_q_lora_rank=16, mla_kv_lora_rank=16, mla_qk_nope_head_dim=16,
         mla_qk_rope_head_dim=8, mla_v_head_dim=16, attn_res_block_size=2, num_experts=8, num_experts_per_token=2,

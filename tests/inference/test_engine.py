@@ -86,7 +86,7 @@ def test_prefill_in_chunks_of_kda_is_the_recurrence(monkeypatch):
 def test_the_first_logits_of_a_full_forward_do_not_depend_on_what_follows(micro, tokens, full):
     """Rows and lengths that fill no bucket, padding in a row, two documents in a row."""
     short = micro.engine.logits(micro.weights, tokens[:3, :41], np.ones((3, 41), np.int32))
-    assert short.shape == (3, 41, 260)
+    assert short.shape == (3, 41, 264)
     assert_close(short, full[:3, :41], "same model")
     rows, segment_ids = np.zeros((4, 60), np.int32), np.zeros((4, 60), np.int32)
     rows[2, :20], rows[2, 25:60] = tokens[0, :20], tokens[1, :35]
@@ -155,7 +155,7 @@ def test_stop_tokens_end_a_row_and_not_its_neighbours(micro, tokens):
         end = next((i for i, token in enumerate(whole) if token in stops), 12)
         assert row == whole[:end]
     assert got[1] == [] and len(got[0]) <= 4
-    everything = range(260)
+    everything = range(264)
     assert micro.engine.generate(micro.weights, prompts, 12, GREEDY, everything) == [[], [], []]
 
 

@@ -14,7 +14,9 @@ import k3train
 from k3train.checkpoint.orbax import Checkpoints
 from k3train.config.load import to_json
 from k3train.config.schema import Config, DataConfig
+from k3train.data.chat_reply import Reply
 from k3train.inference import run as run_module
+from k3train.inference.answer import Answer
 from k3train.inference.prefix_cache import PrefixCache
 from k3train.inference.run import Run, load
 from k3train.parallel.mesh import make_mesh
@@ -58,9 +60,9 @@ def test_the_newest_step_or_the_one_asked_for(workdir, run, micro):
 
 
 def test_logits_are_the_model_s(run):
-    tokens = np.random.default_rng(0).integers(0, 260, (3, 40))
+    tokens = np.random.default_rng(0).integers(0, 264, (3, 40))
     out = run.logits(tokens)
-    assert out.dtype == np.float32 and out.shape == (3, 40, 260)
+    assert out.dtype == np.float32 and out.shape == (3, 40, 264)
     assert out.flags.writeable and np.isfinite(out).all()
     np.testing.assert_array_equal(run.logits(tokens.tolist(), np.ones_like(tokens)), out)
     two = np.where(np.arange(40) < 25, 1, 2) * np.ones_like(tokens)
@@ -126,6 +128,32 @@ def test_a_run_of_arrays_in_memory_is_the_loaded_one(workdir, run):
     assert again._engine is run._engine and run._engine.num_programs <= compiled + 3
 
 
+def test_replies_end_where_a_message_ends(run, monkeypatch):
+    """What a prompt becomes, which ids stop it, and what comes back; the model's part is that of `answers`."""
+    asked = []
+
+    def answers(prompts, cache, **options):
+        asked.append((prompts, options["stop"]))
+        close = [260, *b"response", 261]
+        turn = [*b"Hm.", 260, *b"think", 261, 259, *b"response", 261, *b"A", *close, 260, *b"message", 261]
+        return (Answer(tokens, 0, 0, 0.0, 0.0, 0, 0) for tokens in (turn, turn[:-4]))
+
+    monkeypatch.setattr(run, "answers", answers)
+    conversations = [{"messages": [{"role": "user", "content": text}]} for text in ("<|sep|>", "B")]
+    whole, cut = run.replies(conversations, effort="none")
+    assert whole.text == "[think] Hm.\n[response] A"
+    assert whole.reply == Reply({"role": "assistant", "content": "A", "reasoning_content": "Hm."})
+    assert cut.reply.message == whole.reply.message and cut.reply.fault == "cut off in message"
+    (first, _), stop = asked[0]
+    user = [259, *b'message role="user"', 261, *b"<|sep|>", 260, *b"message", 261, 258]
+    assert first == [*user, 259, *b'message role="assistant"', 261, 259, *b"think", 261]
+    assert list(stop) == [256, 258]
+    with pytest.raises(ValueError, match="effort='much': must be one of none, low, high, max"):
+        run.replies(conversations, effort="much")
+    with pytest.raises(ValueError, match=r"messages\[0\] has the role 'me'"):
+        run.replies([{"messages": [{"role": "me"}]}])
+
+
 def test_loaded_onto_a_mesh(workdir, run):
     mesh = make_mesh({"data": 2, "expert": 4})
     sharded = load(workdir, mesh=mesh)
@@ -183,7 +211,7 @@ def test_weights_of_another_model_or_without_router_bias_are_refused(workdir, mi
         (lambda run: run.generate(["a", [1]]), "mixes"),
         (lambda run: run.generate(["a", ""]), "prompt 1 holds no tokens"),
         (lambda run: run.generate([[[1]]]), "prompt 0 holds no tokens"),
-        (lambda run: run.generate([[1], [260]]), "prompt 1 holds the id 260; the model has 0 to 259"),
+        (lambda run: run.generate([[1], [264]]), "prompt 1 holds the id 264; the model has 0 to 263"),
         (lambda run: run.generate([[2**40]]), f"holds the id {2**40}"),
         (lambda run: run.generate([[1.5]]), "must be integers"),
         (lambda run: run.generate(["a"], max_tokens=0), "max_tokens=0"),
