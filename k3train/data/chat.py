@@ -18,7 +18,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from k3train.data.records import json_kind
+from k3train.data.records import NamedTwice, json_kind, json_members
 
 #: Efforts that K3 was trained on (docs/k3.md section 3.9).
 EFFORTS = ("low", "high", "max")
@@ -234,13 +234,20 @@ def _call(call: Any, where: str) -> Call:
         return Call(id, name, {})
     if isinstance(arguments, str):
         try:
-            decoded = json.loads(arguments)
+            decoded = json.loads(arguments, object_pairs_hook=json_members, parse_constant=_no_number)
+        except NamedTwice as error:
+            raise ChatError(f"{where}.function.arguments: {error}") from error
         except (ValueError, RecursionError) as error:
             return Call(id, name, {}, raw=arguments, fault=f"{where}: arguments are no JSON: {error}")
         arguments = decoded
     if not isinstance(arguments, dict):
         raise ChatError(f"{where}.function.arguments hold {json_kind(arguments)}; expected an object, or its JSON text")
     return Call(id, name, arguments)
+
+
+def _no_number(name: str) -> float:
+    """Python reads NaN and Infinity, JSON does not have them."""
+    raise ValueError(f"{name} is no number")
 
 
 def _result(fields: dict[str, Any], where: str, waiting: dict[str, tuple[int, str]]) -> tuple[int, Turn]:

@@ -94,7 +94,7 @@ class _Turn:
 
     def __init__(self, channel: str):
         self.inside = ["message", channel]
-        self._said = dict.fromkeys(CHANNELS, "")
+        self._said: dict[str, str] = {channel: "" for channel in CHANNELS}
         self._calls: list[dict[str, Any]] = []
 
     def place(self) -> str:

@@ -95,7 +95,8 @@ def render(conversation: Conversation, style: Style, *, where: str = "", reply: 
         reply: end with the opening of an assistant turn, for a model to go on.
 
     Raises:
-        ChatError: a text holds half a surrogate pair, which no tokenizer can encode.
+        ChatError: a text holds half a surrogate pair, which no tokenizer can encode; arguments or tools hold a number
+            that JSON does not have.
     """
     thinking = style.thinking if conversation.thinking is None else conversation.thinking
     effort = conversation.effort or style.effort
@@ -203,7 +204,7 @@ def _arguments(out: _Writer, call: Call) -> None:
         out.element("json", call.raw, type="object")
         out.trained = trained
     for key, value in call.arguments.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        text = value if isinstance(value, str) else _json(value)
         out.element("argument", text, key=key, type=_type(value))
 
 
@@ -215,7 +216,14 @@ def _type(value: Any) -> str:
 
 
 def _compact(tools: Sequence[dict[str, Any]]) -> str:
-    return json.dumps(list(tools), ensure_ascii=False, sort_keys=True, separators=(",", ":"))
+    return _json(list(tools), sort_keys=True, separators=(",", ":"))
+
+
+def _json(value: Any, **form: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, **form)
+    except ValueError as error:
+        raise ChatError("a number that is not finite stands where only JSON can") from error
 
 
 def control_ids(tokenizer: Tokenizer) -> dict[str, int]:

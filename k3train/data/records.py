@@ -21,6 +21,10 @@ class BadDocument(ValueError):
         super().__init__(f"{where}: {reason}")
 
 
+class NamedTwice(ValueError):
+    """A JSON object that has a name twice, so that one of its values would be lost."""
+
+
 class TextFiles:
     """One document a file.
 
@@ -184,7 +188,9 @@ def text_field(field: str) -> Parse[str]:
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
-        record = json.loads(line.removeprefix("\ufeff").rstrip("\r\n"))
+        record = json.loads(line.removeprefix("\ufeff").rstrip("\r\n"), object_pairs_hook=json_members)
+    except NamedTwice as error:
+        raise BadDocument(where, str(error)) from error
     except json.JSONDecodeError as error:
         raise BadDocument(where, f"no valid JSON: {error.msg} (column {error.colno})") from error
     except (RecursionError, ValueError) as error:  # depth, or an integer of thousands of digits
@@ -192,6 +198,20 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
     if not isinstance(record, dict):
         raise BadDocument(where, f"expected a JSON object, found {json_kind(record)}")
     return record
+
+
+def json_members(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of its members, as `object_pairs_hook` of `json.loads`.
+
+    Raises:
+        NamedTwice: two of them have the same name.
+    """
+    members = dict(pairs)
+    if len(members) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for place, name in enumerate(names) if name in names[:place])
+        raise NamedTwice(f"an object has the name {twice!r} twice")
+    return members
 
 
 def json_kind(value: object) -> str:

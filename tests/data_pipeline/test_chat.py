@@ -104,6 +104,10 @@ BAD = {
     ),
     "arguments number": (arguments(3), "function.arguments hold a number; expected an object"),
     "arguments null in text": (arguments("null"), "function.arguments hold null; expected an object"),
+    "argument twice": (
+        arguments('{"x": {"a": 1, "b": 2, "a": 3}}'),
+        r"messages\[1\].tool_calls\[0\].function.arguments: an object has the name 'a' twice",
+    ),
     "tools and content": (
         messages({"role": "system", "tools": [{}], "content": "x"}),
         r"messages\[0\] \(system\) has tools and content; expected one of them",
@@ -138,6 +142,12 @@ def test_what_is_wrong_is_said(name):
 )
 def test_half_a_surrogate_pair_is_refused_wherever_it_stands(record):
     with pytest.raises(ChatError, match="half a surrogate pair after '"):
+        render(read_conversation(record), Style())
+
+
+@pytest.mark.parametrize("record", [arguments({"x": [float("nan")]}), {"messages": [USER], "tools": [{"a": 1e999}]}])
+def test_numbers_that_json_does_not_have_are_refused(record):
+    with pytest.raises(ChatError, match="a number that is not finite"):
         render(read_conversation(record), Style())
 
 

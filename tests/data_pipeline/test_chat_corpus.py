@@ -121,6 +121,7 @@ def test_baselines_count_trained_targets_only(tmp_path):
     [
         ("{broken\n", "no valid JSON"),
         ("[]\n", "expected a JSON object, found an array"),
+        ('{"messages": [], "messages": []}\n', "an object has the name 'messages' twice"),
         ({"messages": []}, "'messages' is empty"),
         ({"messages": [{"role": "robot", "content": "x"}]}, r"messages\[0\] has the role 'robot'"),
         (chat("Hi", "a\ud800"), "half a surrogate pair after 'a'"),

@@ -234,6 +234,11 @@ TABLE = {
         {},
         A + "{" + EMPTY + CALL + '}‹json type="object"›{"x": ‹/json›{‹/call›‹/tools›' + OFF + "}",
     ),
+    "NaN is no JSON": (
+        ask_f('{"x": NaN}'),
+        {},
+        A + "{" + EMPTY + CALL + '}‹json type="object"›{"x": NaN}‹/json›{‹/call›‹/tools›' + OFF + "}",
+    ),
     "answer and two calls": (
         [assistant("Look.", call("f", {}, "1"), call("g", {"x": 1}, "2"))],
         {"style": INSTRUCT},
