@@ -141,7 +141,11 @@ def _opened(source: Path, ignore: Collection[str]) -> Iterator[_Source]:
         layout = find_layout(headers, model)
         packed = any(name.endswith(".weight_packed") for name in headers)
         beside = vision_names(read.vision, model.hidden_size)
-        _refuse_differences(source, headers, names(model, layout, packed=packed) | beside)
+        try:
+            expected = names(model, layout, packed=packed)
+        except ValueError as error:  # widths that have no whole blocks
+            raise ValueError(f"{source}: {error}") from error
+        _refuse_differences(source, headers, expected | beside)
         found = entries(model, layout)
         a_log = _a_log_shape(headers, found)
         padded = len(a_log) == 1 and a_log[0] > model.kda_num_heads

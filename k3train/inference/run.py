@@ -245,6 +245,11 @@ class Run:
         return [self._prompt(row, prompt) for row, prompt in enumerate(prompts)], any(as_text)
 
     def _prompt(self, row: int, prompt: Any) -> np.ndarray:
+        if isinstance(prompt, str):
+            try:
+                prompt.encode("utf-8")
+            except UnicodeEncodeError as error:  # bytes of the command line that are no UTF-8, for example
+                raise ValueError(f"prompt {row} holds half a surrogate pair at character {error.start}") from error
         ids_S = self.tokenizer.encode(prompt) if isinstance(prompt, str) else _integers(f"prompt {row}", prompt)
         if ids_S.ndim != 1 or not ids_S.size:
             raise ValueError(f"prompt {row} holds no tokens; must be a text or a flat list of ids, not empty")

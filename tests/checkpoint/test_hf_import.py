@@ -98,6 +98,9 @@ def test_packed_experts(tmp_path, tensors):
     del broken[scale]
     with pytest.raises(ValueError, match=f"1 missing: {scale}"):
         read_hf(write(tmp_path / "no_scale", released_config(K3), broken), one_device())
+    narrow = write(tmp_path / "narrow", released_config(replace(K3, moe_intermediate_size=48)), packed)
+    with pytest.raises(ValueError, match=r"narrow: .*w2.weight: 48 inputs cannot be packed, MXFP4 needs a multiple"):
+        read_hf(narrow, one_device())
     broken = packed | {scale: np.full_like(packed[scale], 255)}
     with pytest.raises(ValueError, match=r"experts.0.w2.weight: 32 scales are NaN \(byte 255\)"):
         read_hf(write(tmp_path / "nan_scale", released_config(K3), broken), one_device())

@@ -105,9 +105,7 @@ def test_masters_are_not_what_is_exported(folder, sft, caplog):
 
 
 def test_a_mesh_that_would_cut_blocks_cannot_hold_the_run(folder):
-    with pytest.raises(
-        ValueError, match="routed experts: expert_in has 32 entries, no whole blocks of 32 on"
-    ):
+    with pytest.raises(ValueError, match="routed experts: expert_in has 32 entries, no whole blocks of 32 on"):
         k3train.load(folder / "sft", mesh=make_mesh({"data": 2}, jax.devices()[:2]))
 
 

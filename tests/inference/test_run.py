@@ -210,6 +210,7 @@ def test_weights_of_another_model_or_without_router_bias_are_refused(workdir, mi
         (lambda run: run.generate("one text"), "one string; must be a list"),
         (lambda run: run.generate(["a", [1]]), "mixes"),
         (lambda run: run.generate(["a", ""]), "prompt 1 holds no tokens"),
+        (lambda run: run.generate(["a", "a\udcff"]), "prompt 1 holds half a surrogate pair at character 1"),
         (lambda run: run.generate([[[1]]]), "prompt 0 holds no tokens"),
         (lambda run: run.generate([[1], [264]]), "prompt 1 holds the id 264; the model has 0 to 263"),
         (lambda run: run.generate([[2**40]]), f"holds the id {2**40}"),
