@@ -108,6 +108,14 @@ class MeshConfig:
     context: int = knob(1, "sequence split (only 1 works today)")
     expert: int = knob(1, "routed experts split; more data parallelism outside the MoE layers")
     tensor: int = knob(1, "heads, inner widths and vocabulary split")
+    expert_balance: str = knob(
+        "equal", "pairs of tokens and experts that a device computes: as many as any other, with experts fetched from "
+        "other devices, or those of its own experts (none)", "[report 5.2.1]", ("equal", "none"),
+    )  # fmt: skip
+    expert_transport: str = knob(
+        "auto", "exchange of tokens under equal work: auto is ragged on accelerators, dense on CPU; budgeted is one "
+        "dense exchange, what exceeds it computed at home", OURS, ("auto", "ragged", "dense", "budgeted"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,7 @@ from k3train.inference.state import (
     shardings,
 )
 from k3train.model.k3 import blueprint
+from k3train.model.moe import MoERun
 from k3train.model.quantise import input_rounding, rounded_params
 from k3train.parallel.mesh import BATCH_AXES, use_mesh
 from k3train.parallel.rules import param_shardings, spec
@@ -89,7 +90,7 @@ class Engine:
         #: One entry per compiled program: its name and the shapes it was compiled for.
         self.programs: list[tuple[Any, ...]] = []
         self._quant = quant or QuantConfig()
-        self._blueprint = blueprint(config, rounding=input_rounding(self._quant))
+        self._blueprint = blueprint(config, MoERun(rounding=input_rounding(self._quant)))
         self._row_shards = int(np.prod([mesh.shape[axis] for axis in BATCH_AXES]))
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self._per_row = NamedSharding(mesh, spec(("act_batch",)))

@@ -13,8 +13,7 @@ from k3train.model.attn_res import Depth, shard_sources
 from k3train.model.block import Layer, Step
 from k3train.model.cache import kda_cache, mla_cache, put, take
 from k3train.model.layout import BlockRun, Segment, layout, num_sources
-from k3train.model.router import Margins
-from k3train.ops.mx import Rounding
+from k3train.model.moe import MoERun
 
 #: Caches and statistics are nested lists run / segment / position; every leaf has a leading stack axis.
 Nested = list[list[list[Any]]]
@@ -46,11 +45,11 @@ def _stack_of_one(tree: Any) -> Any:
 class Backbone(nnx.Module):
     """All layers, from the embedded tokens to the depth that the output reader sees."""
 
-    def __init__(self, make: Maker, config: ModelConfig, margins: Margins, rounding: Rounding | None):
+    def __init__(self, make: Maker, config: ModelConfig, moe: MoERun):
         self.config = config
 
         def stack(kind, count):
-            return Layer(make.stacked(count), config, kind, margins, rounding)
+            return Layer(make.stacked(count), config, kind, moe)
 
         self.runs = nnx.List([
             nnx.List([

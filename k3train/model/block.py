@@ -12,10 +12,9 @@ from k3train.model.cache import LayerCache
 from k3train.model.kda import KDA
 from k3train.model.mla import MLA
 from k3train.model.mlp import MLP
-from k3train.model.moe import MoE
+from k3train.model.moe import MoE, MoERun
 from k3train.model.norm import RMSNorm
-from k3train.model.router import Margins, RouterStats
-from k3train.ops.mx import Rounding
+from k3train.model.router import RouterStats
 
 
 class LayerKind(NamedTuple):
@@ -44,16 +43,14 @@ class Step(NamedTuple):
 class Layer(nnx.Module):
     """Pre-norm layer; with attention residuals each sublayer's input is a softmax over depth."""
 
-    def __init__(
-        self, make: Maker, config: ModelConfig, kind: LayerKind, margins: Margins, rounding: Rounding | None = None
-    ):
+    def __init__(self, make: Maker, config: ModelConfig, kind: LayerKind, moe: MoERun):
         self.kind = kind
         self.attn_res = config.attn_res
         self.mixer_norm = RMSNorm(make.at("layer norms"), config.hidden_size, config.rms_norm_eps)
         self.mixer = (KDA if kind.mixer == "kda" else MLA)(make.at(kind.mixer), config)
         self.channel_norm = RMSNorm(make.at("layer norms"), config.hidden_size, config.rms_norm_eps)
         if kind.channel == "moe":
-            self.channel = MoE(make, config, margins, rounding)
+            self.channel = MoE(make, config, moe)
         else:
             self.channel = MLP(make.at("dense mlp"), config, config.intermediate_size)
         if self.attn_res != "none":

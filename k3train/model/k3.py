@@ -14,9 +14,8 @@ from k3train.model.attn_res import Reader
 from k3train.model.backbone import Backbone, Nested, init_caches
 from k3train.model.block import Step
 from k3train.model.embed import Embedding, Head
+from k3train.model.moe import PLAIN_RUN, MoERun
 from k3train.model.norm import RMSNorm
-from k3train.model.router import NO_MARGINS, Margins
-from k3train.ops.mx import Rounding
 
 
 class Cache(NamedTuple):
@@ -37,10 +36,10 @@ class Hidden(NamedTuple):
 class K3(nnx.Module):
     """Embedding, layers, output reader, final norm, head."""
 
-    def __init__(self, make: Maker, config: ModelConfig, margins: Margins, rounding: Rounding | None):
+    def __init__(self, make: Maker, config: ModelConfig, moe: MoERun):
         self.config = config
         self.embed = Embedding(make.at("embedding"), config)
-        self.backbone = Backbone(make, config, margins, rounding)
+        self.backbone = Backbone(make, config, moe)
         if config.attn_res != "none":
             self.output_reader = Reader(make.at("attention residuals"), config)
         self.norm = RMSNorm(make.at("final norm"), config.hidden_size, config.rms_norm_eps)
@@ -85,11 +84,10 @@ def init_cache(config: ModelConfig, batch: int, capacity: int) -> Cache:
 
 
 @cache
-def blueprint(config: ModelConfig, margins: Margins = NO_MARGINS, rounding: Rounding | None = None) -> Blueprint:
+def blueprint(config: ModelConfig, moe: MoERun = PLAIN_RUN) -> Blueprint:
     """The model taken apart; nothing is allocated.
 
     Args:
-        margins: what its routers keep of them in training.
-        rounding: of what routed experts' matrices are multiplied with.
+        moe: what the run decides about its MoE layers.
     """
-    return Blueprint(lambda make: K3(make, config, margins, rounding))
+    return Blueprint(lambda make: K3(make, config, moe))

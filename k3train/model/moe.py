@@ -1,5 +1,7 @@
 """Stable LatentMoE, and plain MoE without the latent (report section 2.3; docs/k3.md section 2.5)."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -9,24 +11,35 @@ from k3train.core.param import Maker, Muon
 from k3train.model.init import matrix
 from k3train.model.mlp import MLP, activation
 from k3train.model.norm import RMSNorm
-from k3train.model.router import Margins, Router, RouterStats
+from k3train.model.router import NO_MARGINS, Margins, Router, RouterStats
 from k3train.ops.mx import Rounding
-from k3train.parallel.expert import routed_experts
+from k3train.parallel.expert import PLAIN, Sharing, routed_experts
 from k3train.parallel.rules import shard
 
 PER_EXPERT = "[lineage guess] Muon per expert matrix"
 WHOLE = "[lineage guess] whole matrix by Muon"
 
 
+class MoERun(NamedTuple):
+    """What a run decides about its MoE layers. Their parameters are the same whatever it is."""
+
+    margins: Margins = NO_MARGINS  # what routers keep in training
+    rounding: Rounding | None = None  # of what the experts' matrices are multiplied with
+    sharing: Sharing = PLAIN
+
+
+PLAIN_RUN = MoERun()
+
+
 class MoE(nnx.Module):
     """Routed experts in the latent space, shared experts on the stream."""
 
-    def __init__(self, make: Maker, config: ModelConfig, margins: Margins, rounding: Rounding | None = None):
+    def __init__(self, make: Maker, config: ModelConfig, run: MoERun):
         D, E, F = config.hidden_size, config.num_experts, config.moe_intermediate_size
-        self.rounding = rounding
+        self.run = run
         L = config.moe_latent_size or D
         self.activation = activation(config)
-        self.router = Router(make.at("router"), config, margins)
+        self.router = Router(make.at("router"), config, run.margins)
         routed = make.at("routed experts")
         into, out = Muon(("expert_in",), ("expert_mlp",), PER_EXPERT), Muon(("expert_mlp",), ("expert_in",), PER_EXPERT)
         up_axes, down_axes = ("experts", "expert_in", "expert_mlp"), ("experts", "expert_mlp", "expert_in")
@@ -62,7 +75,8 @@ class MoE(nnx.Module):
             self.w3[...].astype(dtype),
             self.w2[...].astype(dtype),
             activation=self.activation,
-            rounding=self.rounding,
+            rounding=self.run.rounding,
+            sharing=self.run.sharing,
         )
         y_BSD = u_BSL.astype(dtype)  # summed over experts in float32, then cast [official code]
         if self.latent:

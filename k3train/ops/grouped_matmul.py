@@ -56,6 +56,12 @@ def plan_groups(ids_PK: Array, num_experts: int) -> GroupPlan:
     return GroupPlan(order_N, sizes_E)
 
 
+def inverse(order_N: Array) -> Array:
+    """The inverse of a permutation: where each pair is in the sorted order."""
+    arange_N = jnp.arange(order_N.shape[0], dtype=jnp.int32)
+    return jnp.zeros_like(arange_N).at[order_N].set(arange_N, unique_indices=True)
+
+
 def expert_mlp(
     x_PL: Array,
     weights_PK: Array,
@@ -105,8 +111,8 @@ def grouped_matmul(x_NI: Array, w_EIO: Array, sizes_E: Array) -> Array:
 
 
 @jax.custom_vjp
-def _take_pairs(x_PL: Array, order_N: Array, place_PK: Array) -> Array:
-    """Row of the token of every sorted pair."""
+def take_pairs(x_PL: Array, order_N: Array, place_PK: Array) -> Array:
+    """Row of the token of every sorted pair: x[order // K]; `place` says where each of a token's K pairs is."""
     return x_PL[order_N // place_PK.shape[1]]
 
 
@@ -115,16 +121,16 @@ def _take_pairs_bwd(place_PK: Array, dy_NL: Array) -> tuple[Array, None, None]:
     return jnp.sum(dy_NL[place_PK].astype(jnp.float32), axis=1).astype(dy_NL.dtype), None, None
 
 
-_take_pairs.defvjp(lambda x, order, place: (_take_pairs(x, order, place), place), _take_pairs_bwd)
+take_pairs.defvjp(lambda x, order, place: (take_pairs(x, order, place), place), _take_pairs_bwd)
 
 
 @jax.custom_vjp
-def _permute(x_NL: Array, to_N: Array, back_N: Array) -> Array:
+def permute(x_NL: Array, to_N: Array, back_N: Array) -> Array:
     """x[to]; `back` is the inverse permutation."""
     return x_NL[to_N]
 
 
-_permute.defvjp(lambda x, to, back: (x[to], back), lambda back, dy: (dy[back], None, None))
+permute.defvjp(lambda x, to, back: (x[to], back), lambda back, dy: (dy[back], None, None))
 
 
 def _ragged(
@@ -132,17 +138,16 @@ def _ragged(
 ) -> Array:
     num_tokens, num_chosen = weights_PK.shape
     num_pairs = num_tokens * num_chosen
-    arange_N = jnp.arange(num_pairs, dtype=jnp.int32)
-    place_N = jnp.zeros((num_pairs,), jnp.int32).at[plan.order_N].set(arange_N, unique_indices=True)
-    computed_N1 = (arange_N < jnp.sum(plan.sizes_E))[:, None]
+    place_N = inverse(plan.order_N)
+    computed_N1 = (jnp.arange(num_pairs) < jnp.sum(plan.sizes_E))[:, None]
 
     def matmul(rows_NI: Array, w_EIO: Array) -> Array:
         # Masked on both sides, as kernels leave what lies past the last group undefined, backwards too.
         return jnp.where(computed_N1, grouped_matmul(rows_NI, w_EIO, plan.sizes_E), 0)
 
-    x_NL = jnp.where(computed_N1, _take_pairs(x_PL, plan.order_N, place_N.reshape(num_tokens, num_chosen)), 0)
+    x_NL = jnp.where(computed_N1, take_pairs(x_PL, plan.order_N, place_N.reshape(num_tokens, num_chosen)), 0)
     hidden_NF = jnp.where(computed_N1, activation(matmul(x_NL, w1_ELF), matmul(x_NL, w3_ELF)), 0)
-    y_NL = _permute(matmul(hidden_NF, w2_EFL), place_N, plan.order_N)
+    y_NL = permute(matmul(hidden_NF, w2_EFL), place_N, plan.order_N)
     return jnp.einsum(
         "PKL,PK->PL", y_NL.reshape(num_tokens, num_chosen, -1).astype(jnp.float32), weights_PK.astype(jnp.float32)
     )

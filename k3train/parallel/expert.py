@@ -1,13 +1,15 @@
 """Routed experts on any mesh: which device computes which pair, and how tokens get there and back.
 
 Tokens are split over `data` and `expert`, experts over `expert`, their inner width over `tensor` (parallel/rules.py).
-Today's transport gathers the tokens of the expert axis on each of its devices, every device computes the pairs of its
-own experts, and the float32 sums are scattered back. With K at least the size of the axis nearly every token goes
-everywhere anyway. Nothing is dropped, so every mesh computes what one device computes.
+Nothing is dropped, so every mesh computes what one device computes. Who computes a pair is the choice of `Sharing`:
+
+* `equal`: every device computes as many pairs as any other, some with experts fetched from another (balanced.py).
+* `none`: the tokens of the expert axis are gathered on each of its devices, every device computes the pairs of its own
+  experts, however many these are, and the float32 sums are scattered back.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,35 @@ from jax.sharding import PartitionSpec
 from k3train.ops.grouped_matmul import Activation, expert_mlp, plan_groups
 from k3train.ops.mx import Rounding
 from k3train.ops.routing import Routes, route
+from k3train.parallel.balanced import balanced_experts
+from k3train.parallel.exchange import TRANSPORTS, default_transport
 from k3train.parallel.mesh import BATCH_AXES, axis_size, current_mesh
 from k3train.parallel.rules import spec
 
 Array = jax.Array
+BALANCES = ("equal", "none")
+
+
+class Sharing(NamedTuple):
+    """How pairs are shared out over the expert axis (config `mesh.expert_balance`, `mesh.expert_transport`)."""
+
+    balance: str = "none"
+    transport: str = "auto"  # of exchange.TRANSPORTS, or by backend
+
+    def chosen_transport(self) -> str:
+        """The transport with `auto` decided."""
+        return default_transport() if self.transport == "auto" else self.transport
+
+    def described(self) -> str:
+        """One line, to be printed."""
+        if self.balance == "none":
+            return "routed experts: every device computes the pairs of its own"
+        how = "chosen by backend" if self.transport == "auto" else "as configured"
+        transport = f"{self.chosen_transport()} exchange, {how}"
+        return f"routed experts: every device computes as many pairs as any other ({transport})"
+
+
+PLAIN = Sharing()
 
 
 def routed_experts(
@@ -33,6 +60,7 @@ def routed_experts(
     activation: Activation,
     implementation: str | None = None,
     rounding: Rounding | None = None,
+    sharing: Sharing = PLAIN,
 ) -> Array:
     """Weighted sum of the chosen experts' outputs (docs/k3.md section 2.5, steps 3 and 4).
 
@@ -45,27 +73,42 @@ def routed_experts(
         implementation: of ops/grouped_matmul.py; default by backend.
         rounding: of what the matrices are multiplied with, tokens and activated, each along its width; its blocks lie
             whole on one device.
+        sharing: who computes what on a mesh.
 
     Returns:
         float32 [B, S, L], the same on any mesh up to rounding.
+
+    Raises:
+        ValueError: unknown balance or transport.
     """
+    if sharing.balance not in BALANCES or sharing.chosen_transport() not in TRANSPORTS:
+        raise ValueError(f"{sharing}: balance is one of {', '.join(BALANCES)}, transport of {', '.join(TRANSPORTS)}")
     if rounding is not None:  # tokens before they are sent around, each once
         x_BSL, activation = rounding(x_BSL), _rounded(activation, rounding)
-    compute = partial(_own_experts, activation=activation, implementation=implementation)
+    how = {"activation": activation, "implementation": implementation}
+    compute = partial(_own_experts, **how)
     mesh = current_mesh()
     if mesh.size <= 1:
         return compute(x_BSL, ids_BSK, weights_BSK, w1_ELF, w3_ELF, w2_EFL)
+
+    def equal(x, ids, weights, *matrices):
+        flat = (a.reshape(-1, a.shape[-1]) for a in (x, ids, weights))
+        return balanced_experts(*flat, *matrices, **how, transport=sharing.chosen_transport()).reshape(x.shape)
+
+    def own(x, ids, weights, *matrices):
+        held = matrices[0].shape[0]
+        first = jax.lax.axis_index("expert") * held
+        x, ids, weights = (_gather(a, "expert", axis=0) for a in (x, ids, weights))
+        own_ids = jnp.where((ids >= first) & (ids < first + held), ids - first, held)
+        out = compute(x, own_ids, weights, *matrices)
+        return jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
 
     def on_device(x, ids, weights, w1, w3, w2):
         # Parameters arrive in their FSDP shards; gathering here makes the gradient a reduce-scatter.
         w1, w3 = (_gather(w, "data", axis=1) for w in (w1, w3))
         w2 = _gather(w2, "data", axis=2)
-        first = jax.lax.axis_index("expert") * w1.shape[0]
-        x, ids, weights = (_gather(a, "expert", axis=0) for a in (x, ids, weights))
-        own_ids = jnp.where((ids >= first) & (ids < first + w1.shape[0]), ids - first, w1.shape[0])
-        out = compute(x, own_ids, weights, w1, w3, w2)
-        if axis_size("expert") > 1:
-            out = jax.lax.psum_scatter(out, "expert", scatter_dimension=0, tiled=True)
+        here = compute if axis_size("expert") == 1 else equal if sharing.balance == "equal" else own
+        out = here(x, ids, weights, w1, w3, w2)
         return jax.lax.psum(out, "tensor") if axis_size("tensor") > 1 else out
 
     num_rows = x_BSL.shape[0]

@@ -89,6 +89,7 @@ def train(
         with log.to_file(folder.log) if run.first else nullcontext():
             devices = _devices(mesh)
             _say(f"mesh: {mesh_text(config.mesh)} ({devices})", header)
+            _say(*([program.sharing.described()] if config.mesh.expert > 1 else ()))
             _say(*_command_line(config, sources or {}))
             _say(*(_continued(run, changes) if latest is not None else phases.described(config, origin)))
             run.baselines = _say_data(config, corpora)

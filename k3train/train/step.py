@@ -12,8 +12,10 @@ from k3train.config.schema import Config
 from k3train.core.tree import Tree
 from k3train.model.backbone import Nested
 from k3train.model.k3 import blueprint
+from k3train.model.moe import MoERun
 from k3train.model.quantise import input_rounding, rounded_params
 from k3train.optim import build
+from k3train.parallel.expert import Sharing
 from k3train.parallel.mesh import use_mesh
 from k3train.parallel.rules import param_sharding, param_shardings, spec
 from k3train.train import balance, layer_stats
@@ -33,7 +35,9 @@ class Program:
     def __init__(self, config: Config, mesh: Mesh):
         self.config = config
         self.mesh = mesh
-        self.blueprint = blueprint(config.model, balance.margins(config.optim), input_rounding(config.quant))
+        self.sharing = Sharing(config.mesh.expert_balance, config.mesh.expert_transport)
+        moe = MoERun(balance.margins(config.optim), input_rounding(config.quant), self.sharing)
+        self.blueprint = blueprint(config.model, moe)
         self.optimizer = build.build(config.optim, self.blueprint.infos, config.num_steps)
         self.batch_sharding = NamedSharding(mesh, spec(("act_batch", "act_seq")))
         self._everywhere = NamedSharding(mesh, PartitionSpec())

@@ -8,7 +8,7 @@ import pytest
 from k3train.config import load as load_module
 from k3train.config.check import ConfigError
 from k3train.config.load import COMMAND_LINE, derive, find, from_json, load, new_config, read, split_overrides, to_json
-from k3train.config.schema import Config
+from k3train.config.schema import CheckpointConfig, Config
 from k3train.config.values import KNOBS, flat_values, nearest, parse
 
 
@@ -133,8 +133,8 @@ def test_what_nobody_gave_is_as_the_phase_has_it(tmp_path, body, overrides, want
 
 
 def test_a_whole_section_may_be_replaced(tmp_path):
-    path = write(tmp_path, "cfg.mesh = dict(pipeline=1, data=2, context=1, expert=4, tensor=1)\ncfg.mesh.data = 8")
-    assert load(path)[0].mesh.data == 8
+    path = write(tmp_path, "cfg.checkpoint = dict(every=5, keep=3)\ncfg.checkpoint.keep = 4")
+    assert load(path)[0].checkpoint == CheckpointConfig(every=5, keep=4)
 
 
 def test_a_file_that_is_not_python(tmp_path):

@@ -13,6 +13,7 @@ from k3train.core.tree import Blueprint
 from k3train.model.attn_res import Depth
 from k3train.model.block import Layer
 from k3train.model.layout import kinds, num_sources, slots
+from k3train.model.moe import PLAIN_RUN
 from k3train.parallel.mesh import make_mesh
 
 DATA = Path(__file__).parents[1] / "data"
@@ -80,7 +81,10 @@ def every_layer(model: Imported, tokens) -> tuple[list[Seen], Depth]:
     segment_ids = jnp.ones_like(tokens)
     embedded = jnp.where((tokens == config.pad_token_id)[..., None], 0, model.params["embed"]["table"][tokens])
     depth = Depth(jnp.zeros((num_sources(config), *embedded.shape)), jnp.int32(0), embedded)
-    parts = {kind: Blueprint(lambda make, kind=kind: Layer(make.stacked(1), config, kind, 1)) for kind in kinds(config)}
+    parts = {
+        kind: Blueprint(lambda make, kind=kind: Layer(make.stacked(1), config, kind, PLAIN_RUN))
+        for kind in kinds(config)
+    }
 
     def look(kind, params, bias, depth, valid):
         return look_into(parts[kind].module(params, bias), depth, segment_ids, valid)

@@ -14,6 +14,7 @@ from k3train.core.tree import Blueprint, leaves
 from k3train.model.block import Layer
 from k3train.model.k3 import blueprint
 from k3train.model.layout import kinds, layout, slots
+from k3train.model.moe import PLAIN_RUN
 from tests.model.golden_models import compiled, layer_arrays
 from tests.tolerances import assert_close
 
@@ -117,7 +118,7 @@ def read(gain, query, sources, eps):
 @cache
 def sublayer(config, kind, which):
     """Compiled: output of one sublayer from the parameters of its layer and its input."""
-    parts = Blueprint(lambda make: Layer(make.stacked(1), config, kind, 1))
+    parts = Blueprint(lambda make: Layer(make.stacked(1), config, kind, PLAIN_RUN))
     segment_ids = jnp.asarray(ONES)
 
     def run(params, bias, h):

@@ -7,7 +7,7 @@ from jax.sharding import NamedSharding
 from k3train.ops.mx import E2M1, E4M3, Rounding
 from k3train.ops.routing import route
 from k3train.ops.situ import situ_glu
-from k3train.parallel.expert import route_tokens, routed_experts
+from k3train.parallel.expert import PLAIN, route_tokens, routed_experts
 from k3train.parallel.mesh import make_mesh, use_mesh
 from k3train.parallel.rules import spec
 from tests.tolerances import assert_close
@@ -37,11 +37,11 @@ def make(experts=16, chosen=4, rows=8, seq=6, width=16, inner=8, skew=0.0):
     return (x_BSL, routes.weights_PK, w1, w3, w2), routes.ids_PK, jax.random.normal(keys[5], x_BSL.shape)
 
 
-def layer(arrays, ids_BSK, cotangent):
+def layer(arrays, ids_BSK, cotangent, sharing=PLAIN):
     def function(x, weights, w1, w3, w2):
         # a second pass through the same experts inside a rematerialised scan, as in a stack of layers
         def step(x, _):
-            return x + routed_experts(x, ids_BSK, weights, w1, w3, w2, activation=situ_glu), None
+            return x + routed_experts(x, ids_BSK, weights, w1, w3, w2, activation=situ_glu, sharing=sharing), None
 
         return jax.lax.scan(jax.checkpoint(step), x, None, length=2)[0]
 

@@ -7,6 +7,7 @@ import pytest
 
 from k3train.core.tree import leaves, map_leaves
 from k3train.model.k3 import blueprint
+from k3train.model.moe import MoERun
 from k3train.model.router import Margins
 from k3train.parallel.mesh import make_mesh, use_mesh
 from k3train.parallel.rules import param_shardings, spec
@@ -19,7 +20,7 @@ BINS = 50
 
 def run(sizes, skewed):
     """(loss, gradients, loads, histograms) of one batch on the mesh."""
-    print_of = blueprint(micro.MODEL, Margins("histogram", BINS))
+    print_of = blueprint(micro.MODEL, MoERun(Margins("histogram", BINS)))
     devices = jax.devices()[: int(np.prod(list(sizes.values()) or [1]))]
     mesh = make_mesh(sizes, devices)
     params, bias = print_of.init(3)

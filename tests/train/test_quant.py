@@ -9,6 +9,7 @@ import pytest
 from k3train.config.schema import QuantConfig
 from k3train.core.tree import leaves
 from k3train.model.k3 import blueprint
+from k3train.model.moe import MoERun
 from k3train.model.quantise import input_rounding, rounded_params
 from k3train.parallel.mesh import make_mesh
 from k3train.train.loss import token_loss
@@ -47,7 +48,7 @@ def test_training_and_evaluation_see_the_same_rounded_model(whole, one_step):
 
     # by hand: rounded experts in an ordinary model whose layers round their experts' inputs
     config = whole.config
-    model = blueprint(config.model, rounding=input_rounding(QUANT))
+    model = blueprint(config.model, MoERun(rounding=input_rounding(QUANT)))
     params = rounded_params(before.params, model.infos, QUANT)
 
     @jax.jit
