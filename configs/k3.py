@@ -62,7 +62,7 @@ def get_config():
         init_std=0.02,
         embedding_init_std=0.02,
         compute_dtype="bfloat16",
-        remat="layer",
+        remat="sublayer",
     )
     cfg.vision.num_layers = 27
     cfg.mesh.update(data=2, expert=32)

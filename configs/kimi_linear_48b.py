@@ -54,7 +54,7 @@ def get_config():
         moe_renormalize=True,
         moe_routed_scaling_factor=2.446,
         compute_dtype="bfloat16",
-        remat="layer",
+        remat="sublayer",
     )
     cfg.mesh.update(data=2, expert=32)
     cfg.data.update(

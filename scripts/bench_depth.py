@@ -26,7 +26,7 @@ def step_of(num_layers: int):
         kda_layers=tuple(i for i in layers if i not in mla), dense_layers=(0,), moe_layers=tuple(layers[1:]),
         intermediate_size=64, kda_num_heads=2, kda_head_dim=16, kda_gate_rank=16, mla_num_heads=2, mla_q_lora_rank=16,
         mla_kv_lora_rank=16, mla_qk_nope_head_dim=16, mla_qk_rope_head_dim=8, mla_v_head_dim=16, num_experts=16,
-        num_experts_per_token=4, moe_latent_size=32, moe_intermediate_size=32, attn_res_block_size=12, remat="layer",
+        num_experts_per_token=4, moe_latent_size=32, moe_intermediate_size=32, attn_res_block_size=12, remat="sublayer",
     )  # fmt: skip
     config = Config(model=model, data=DataConfig(seq_len=128, batch_size=2))
     program = Program(config, make_mesh({}, jax.devices()[:1]))

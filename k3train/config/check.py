@@ -231,6 +231,9 @@ def _without_effect(config: Config) -> Iterator[str]:
         "model.kda_gate_lower_bound": (model.kda_gate != "bounded", "model.kda_gate=softplus has no bound"),
         "model.situ_beta": (model.activation != "situ", "model.activation=swiglu has no caps"),
         "model.situ_linear_beta": (model.activation != "situ", "model.activation=swiglu has no caps"),
+        "model.remat": (
+            model.remat == "attention_residuals" and model.attn_res == "none", "model.attn_res=none reads no depth"
+        ),
         "model.attn_res_block_size": (
             model.attn_res != "block", f"model.attn_res={model.attn_res} has no blocks"
         ),

@@ -80,7 +80,11 @@ class ModelConfig:
     compute_dtype: str = knob(
         "float32", "dtype of matmuls and of the stream; K3: bfloat16", OURS, ("float32", "bfloat16")
     )
-    remat: str = knob("none", "what the backward pass recomputes", OURS, ("none", "layer"))
+    remat: str = knob(
+        "none", "what the backward pass computes again instead of keeping: reads over depth; every sublayer with its "
+        "read; every attention-residual block, sublayer by sublayer", OURS,
+        ("none", "attention_residuals", "sublayer", "block"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

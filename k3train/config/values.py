@@ -82,6 +82,11 @@ def _expected(knob: Knob) -> str:
     return f"one of {', '.join(knob.choices)}" if knob.choices else KIND_NAMES[knob.kind]
 
 
+def _close(value: Any, knob: Knob) -> str:
+    near = difflib.get_close_matches(str(value), knob.choices, n=1)
+    return f"did you mean {near[0]}? " if near else ""
+
+
 def convert(path: Path, value: Any, where: str) -> Any:
     """`value` from a Python file or JSON as the knob's type: an int does for a float, never the other way round.
 
@@ -104,7 +109,7 @@ def convert(path: Path, value: Any, where: str) -> Any:
         items = list(value)
         if all(isinstance(item, int) and not isinstance(item, bool) for item in items):
             return tuple(items)
-    raise at(where, f"{path}={value!r} is not accepted; expected {_expected(knob)}")
+    raise at(where, f"{path}={value!r} is not accepted; {_close(value, knob)}expected {_expected(knob)}")
 
 
 def parse(path: Path, text: str, where: str) -> Any:

@@ -102,9 +102,25 @@ class Backbone(nnx.Module):
         return depth, caches, _merge_stack(stats)
 
     def _block(self, run: BlockRun, pieces: list[_Pieces], depth: Depth, step: Step, caches, number: int | jax.Array):
-        """Block `number` of a run: push the finished one, then the segments in order."""
-        if self.config.attn_res == "block":
-            depth = depth.push()
+        """Block `number` of a run: push the finished one, then the layers."""
+        if self.config.attn_res != "block":
+            return self._segments(run, pieces, depth, step, caches, number)
+        if self.config.remat != "block" or caches is not None:
+            return self._segments(run, pieces, depth.push(), step, caches, number)
+
+        def block(states, sources, prefix):
+            parts = [_Pieces(p.graphs, s) for p, s in zip(pieces, states, strict=True)]
+            pushed = Depth(sources, depth.count, prefix).push()
+            end, _, stats = self._segments(run, parts, pushed, step, None, number)
+            return end.sources, end.prefix, stats
+
+        sources, prefix, stats = jax.checkpoint(block)([p.states for p in pieces], depth.sources, depth.prefix)
+        return Depth(sources, depth.count + 1, prefix), None, stats
+
+    def _segments(
+        self, run: BlockRun, pieces: list[_Pieces], depth: Depth, step: Step, caches, number: int | jax.Array
+    ):
+        """The segments of one block in order."""
         new_caches, stats = [], []
         for s, segment in enumerate(run.segments):
             cache = None if caches is None else caches[s]
@@ -126,21 +142,18 @@ class Backbone(nnx.Module):
             (moving, caches), (states, number, valid) = carry, repeat
             caches, stats = None if caches is None else list(caches), []
             for p, graph in enumerate(pieces.graphs):
-
-                def layer(state, moving, cache, graph=graph, valid=valid if p == 0 else True):
-                    current = moving if full else depth._replace(prefix=moving)
-                    current, cache, stats = nnx.merge(graph, state)(current, step, cache, prefix_valid=valid)
-                    return (current if full else current.prefix), cache, stats
-
-                if self.config.remat == "layer":
-                    layer = jax.checkpoint(layer)
+                current = moving if full else depth._replace(prefix=moving)
                 cache = None if caches is None else take(caches[p], number)
-                moving, cache, stat = layer(states[p], moving, cache)
+                layer: Any = nnx.merge(graph, states[p])
+                current, cache, stat = layer(current, step, cache, prefix_valid=valid if p == 0 else True)
+                moving = current if full else current.prefix
                 if caches is not None:
                     caches[p] = put(caches[p], cache, number)
                 stats.append(stat)
             return (moving, caches), stats
 
+        if self.config.remat == "block" and self.config.attn_res != "block" and caches is None:
+            body = jax.checkpoint(body)  # no attention-residual blocks: the period stands for one
         start: Any = (depth if full else depth.prefix), caches
         if segment.repeats == 1:
             (moving, caches), stats = body(start, (_first(pieces.states), first, segment.offset > 0))

@@ -57,6 +57,7 @@ class Layer(nnx.Module):
             readers = make.at("attention residuals")
             self.mixer_reader = Reader(readers, config, used=not kind.first)
             self.channel_reader = Reader(readers, config)
+        self.remat = config.remat
 
     def __call__(
         self, depth: Depth, step: Step, cache: LayerCache | None, *, prefix_valid: bool | jax.Array
@@ -69,20 +70,36 @@ class Layer(nnx.Module):
         full = self.attn_res == "full"
         if full:
             depth, prefix_valid = depth.push(), False
-        h = self._read("mixer", depth, prefix_valid)
-        y, cache, max_logit = self._mix(self.mixer_norm(h), step, cache)
-        depth = depth.add(y)
+        kept = "none" if cache is not None else self.remat  # decoding has no backward pass
 
+        def mix(prefix):
+            x = self._input("mixer", depth._replace(prefix=prefix), prefix_valid, kept)
+            return self._mix(x, step, cache)
+
+        def mix_channels(prefix):
+            x = self._input("channel", depth._replace(prefix=prefix), not full, kept)
+            if self.kind.channel == "moe":
+                return self.channel(x, step.segment_ids, collect=step.collect)
+            return self.channel(x), None
+
+        if kept in ("sublayer", "block"):
+            mix, mix_channels = jax.checkpoint(mix), jax.checkpoint(mix_channels)
+        y, cache, max_logit = mix(depth.prefix)
+        depth = depth.add(y)
         if full:
             depth = depth.push()
-        h = self._read("channel", depth, not full)
-        x = self.channel_norm(h)
-        router = None
-        if self.kind.channel == "moe":
-            y, router = self.channel(x, step.segment_ids, collect=step.collect)
-        else:
-            y = self.channel(x)
+        y, router = mix_channels(depth.prefix)
         return depth.add(y), cache, LayerStats(router, max_logit)
+
+    def _input(self, which: str, depth: Depth, prefix_valid: bool | jax.Array, kept: str) -> jax.Array:
+        """What a sublayer's matrices read: the mix over depth, normalised."""
+        norm = self.mixer_norm if which == "mixer" else self.channel_norm
+
+        def read(prefix):
+            return norm(self._read(which, depth._replace(prefix=prefix), prefix_valid))
+
+        # with the norm, whose input would be kept otherwise
+        return (jax.checkpoint(read) if kept == "attention_residuals" else read)(depth.prefix)
 
     def _read(self, which, depth, prefix_valid):
         if self.attn_res == "none":

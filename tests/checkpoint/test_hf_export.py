@@ -258,7 +258,7 @@ def test_a_run_that_started_from_a_release_gives_its_form(tmp_path, mxfp4_releas
     (folder / "tokenization.py").write_text("raise SystemExit('this must never run')")
     import_hf(folder, tmp_path / "imported")
     values = random_parameters(MXFP4, seed=1)
-    config = Config(model=replace(MXFP4, remat="layer"), init_from=str(tmp_path / "imported"))
+    config = Config(model=replace(MXFP4, remat="sublayer"), init_from=str(tmp_path / "imported"))
     first = make_run(tmp_path / "first", config, values)
     second = make_run(tmp_path / "second", replace(config, init_from=str(first)), values)
     export_hf(second, tmp_path / "out")

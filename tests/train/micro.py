@@ -28,7 +28,7 @@ MODEL = ModelConfig(
     moe_intermediate_size=16,
     moe_latent_size=24,
     init_fan_in=True,
-    remat="layer",
+    remat="sublayer",
 )
 
 

@@ -74,7 +74,7 @@ def test_the_fixture_moves_the_bias(plain, wanted):
 
 def test_how_a_batch_is_computed_does_not_matter(wanted):
     """Every token counts once: not again when recomputed, nor on each device that holds it, nor per micro-batch."""
-    other = program({"data": 2, "tensor": 2}, remat="layer", micro_batches=2)
+    other = program({"data": 2, "tensor": 2}, remat="sublayer", micro_batches=2)
     bias, found = after(other, micro.batch())
     np.testing.assert_array_equal(found["expert_loads"], wanted[1]["expert_loads"])
     assert_close(bias, wanted[0], "router bias")

@@ -32,7 +32,7 @@ def test_the_newest_checkpoint_and_what_differs(tmp_path):
     found = origin.find(config)
     assert found is not None and (found.step, found.has_optimizer) == (7, True)
     assert found.notes == [
-        "model.remat was 'layer', is 'none'", "data.seq_len was 40, is 80", "it has not reached its 10 steps",
+        "model.remat was 'sublayer', is 'none'", "data.seq_len was 40, is 80", "it has not reached its 10 steps",
     ]  # fmt: skip
     imported = replace(config, init_from=save(tmp_path / "b", first, parts=("model",)))
     found = origin.find(imported)
