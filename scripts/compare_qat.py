@@ -104,12 +104,13 @@ def numbers(results: list[dict[str, Seen]]) -> dict[str, tuple[list[float], list
 
 def table(found: dict[str, tuple[list[float], list[float]]]) -> str:
     lines = [
-        "| model | held-out loss, nats per token | above full precision | same likeliest token |",
-        "|---|---|---|---|",
+        f"| model | held-out loss, nats per token | minus {FULL} | minus {AFTER} | same likeliest token |",
+        "|---|---|---|---|---|",
     ]
     for name, (losses, agreement) in found.items():
-        above = [a - b for a, b in zip(losses, found[FULL][0], strict=True)]
-        lines.append(f"| {name} | {spread(losses, 4)} | {spread(above, 4)} | {spread(agreement, 2)} % |")
+        paired = [[a - b for a, b in zip(losses, found[other][0], strict=True)] for other in (FULL, AFTER)]
+        differences = " | ".join("" if not any(apart) else spread(apart, 4) for apart in paired)
+        lines.append(f"| {name} | {spread(losses, 4)} | {differences} | {spread(agreement, 2)} % |")
     return "\n".join(lines)
 
 
@@ -121,8 +122,9 @@ def draw(found: dict[str, tuple[list[float], list[float]]], picture: Path) -> No
         panels, (0, 1), ("held-out loss, nats per token", "same likeliest token, %"), strict=True
     ):
         for place, (name, values) in enumerate(found.items()):
-            if index == 0 or name != FULL:
-                axes.plot(values[index], [place] * len(values[index]), "o", color=f"C{place}", alpha=0.8)
+            for seed, value in enumerate(values[index]):  # a mark of its own, so that pairs are seen
+                if name != (OTHER, FULL)[index]:
+                    axes.plot(value, place, "os^Dv"[seed % 5], color=f"C{place}", alpha=0.8)
         axes.set(xlabel=label, yticks=range(len(found)), yticklabels=list(found))
         axes.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()

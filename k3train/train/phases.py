@@ -31,8 +31,8 @@ class Phase:
 
 PHASES: dict[str, Phase] = {
     "pretrain": Phase("next-token training", needs_init=False, moments=False),
-    "long_context": Phase("the same objective on longer rows", needs_init=True, moments=True),
-    "cooldown": Phase("the longest rows, learning rate to its end", needs_init=True, moments=True),
+    "long_context": Phase("the same objective on longer rows (data.seq_len)", needs_init=True, moments=True),
+    "cooldown": Phase("the longest rows (data.seq_len), down to optim.final_lr", needs_init=True, moments=True),
     "sft": Phase("supervised fine-tuning, routed experts quantised in the loop", needs_init=True, moments=False),
 }
 
