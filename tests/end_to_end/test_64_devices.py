@@ -97,7 +97,7 @@ def test_three_steps_equal_one_device(seen, mesh):
 
 
 def test_dense_buffers(seen):
-    """Tokens: at most 1.5 times S x K rows. Experts: one at a time, its three matrices; all 56 only from FSDP shards."""
+    """Tokens: at most 1.5 times S x K rows. Experts: one at a time, three matrices; all 56 only from FSDP shards."""
     dense = seen["dense"]
     assert dense["rows"] < dense["largest"]["all-to-all"] <= 1.5 * dense["rows"]
     assert dense["largest"]["all-reduce"] <= 3 * dense["matrix"]
