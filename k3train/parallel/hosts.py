@@ -16,10 +16,12 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
+from orbax.checkpoint import multihost
 
 from k3train.parallel.rules import spec
 
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_COMPILING = 3600  # seconds that a process may compile longer than another
 _TEXT = 2**16  # bytes of a text that processes exchange
 
 
@@ -136,6 +138,28 @@ def first_alone(action: Callable[[], Any]) -> None:
     message = texts(str(refusal) if refusal else "")[0]
     if message:
         raise refusal or ValueError(message)
+
+
+class Together:
+    """A jitted function whose first run begins on all processes at once, when each has compiled it.
+
+    Collectives of CPU processes wait no longer than 30 seconds for one another when they first meet, and compiling may
+    take one process minutes longer than the next. A process that is lost meanwhile ends the others by its heartbeat.
+
+    Args:
+        function: from `jax.jit`; always called with arguments of the same shapes.
+        name: of the meeting.
+    """
+
+    def __init__(self, function: jax.stages.Wrapped, name: str):
+        self._function, self._name = function, name
+        self._ready: Callable[..., Any] | None = function if jax.process_count() == 1 else None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._ready is None:
+            self._ready = self._function.lower(*args).compile()
+            multihost.get_barrier_sync_fn()(key=f"compiled {self._name}", timeout_ms=_COMPILING * 1000)
+        return self._ready(*args)
 
 
 def batch_share(mesh: Mesh, rows: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from k3train.model.moe import MoERun
 from k3train.model.quantise import input_rounding, rounded_params
 from k3train.optim import build
 from k3train.parallel.expert import Sharing
+from k3train.parallel.hosts import Together
 from k3train.parallel.mesh import use_mesh
 from k3train.parallel.rules import param_sharding, param_shardings, spec
 from k3train.train import balance, layer_stats
@@ -44,7 +45,8 @@ class Program:
         self._shardings = self._state_shardings()
         self._init_optimizer = jax.jit(self.optimizer.init, out_shardings=self._shardings.opt_state)
         self._train = jax.jit(self._train_step, donate_argnums=0, out_shardings=(self._shardings, self._everywhere))
-        self._eval = jax.jit(self._eval_step, out_shardings=self._everywhere)
+        self._run_train = Together(self._train, "training step")
+        self._run_eval = Together(jax.jit(self._eval_step, out_shardings=self._everywhere), "evaluation step")
 
     @property
     def abstract_state(self) -> TrainState:
@@ -68,7 +70,7 @@ class Program:
     def train_step(self, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         """One optimizer step; `state` is donated. Metrics stay on the device (names: train/metrics.py)."""
         with use_mesh(self.mesh):
-            return self._train(state, batch)
+            return self._run_train(state, batch)
 
     def lower(self, batch: Tree) -> jax.stages.Lowered:
         """The training step for batches of these shapes (ShapeDtypeStruct), lowered; nothing is allocated."""
@@ -78,7 +80,7 @@ class Program:
     def eval_step(self, params: Tree, bias: Tree, batch: Batch) -> dict[str, jax.Array]:
         """Loss sum and token count of a held-out batch; changes nothing."""
         with use_mesh(self.mesh):
-            return self._eval(params, bias, batch)
+            return self._run_eval(params, bias, batch)
 
     def put_batch(self, batch: dict[str, np.ndarray]) -> Batch:
         """This process's rows in, global arrays out."""
