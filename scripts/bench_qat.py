@@ -2,14 +2,14 @@
 
     python scripts/bench_qat.py [--rounds N] [--config FILE]
 
-Rows of random tokens, simulated devices as the configuration's mesh needs. Ratio: median over turns taken one after the
-other in one process, quantised / not quantised.
+Random rows, simulated devices as the mesh of the configuration needs. Ratio quantised / not quantised within a
+round of turns in one process, in another order each round: the median, and where the middle half of the ratios lies.
 """
 
 import argparse
 from collections.abc import Callable
 from dataclasses import asdict
-from statistics import median
+from statistics import median, quantiles
 
 from peer import milliseconds
 
@@ -37,7 +37,7 @@ def stepper(config) -> Callable[[], float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=9, help="at least 2")
     parser.add_argument("--config", default="tiny_sft")
     args = parser.parse_args()
 
@@ -60,10 +60,12 @@ def main() -> None:
     for run in runs.values():
         run()
         run()
-    turns = [{kind: milliseconds(run) for kind, run in runs.items()} for _ in range(args.rounds)]
+    orders = [kinds[n % 3 :] + kinds[: n % 3] for n in range(args.rounds)]
+    turns = [{kind: milliseconds(runs[kind]) for kind in order} for order in orders]
     for kind in kinds:
-        ratio = median(turn[kind] / turn["none"] for turn in turns)
-        print(f"{kind:12} step {median(turn[kind] for turn in turns):7.0f} ms  ratio {ratio:.2f}")
+        low, ratio, high = quantiles([turn[kind] / turn["none"] for turn in turns], n=4)
+        step = median(turn[kind] for turn in turns)
+        print(f"{kind:12} step {step:7.0f} ms  ratio {ratio:.3f} ({low:.3f} to {high:.3f})")
 
 
 if __name__ == "__main__":
