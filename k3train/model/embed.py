@@ -23,7 +23,9 @@ class Embedding(nnx.Module):
             self.table[...] = self.table[...].at[self.pad].set(0.0)
 
     def __call__(self, tokens_BS: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        x_BSD = jnp.take(self.table[...], tokens_BS, axis=0).astype(dtype)
+        # the table's shards are brought together, not the tokens' gradients of all devices on each of them
+        table = shard(self.table[...], "vocab", None)
+        x_BSD = jnp.take(table, tokens_BS, axis=0).astype(dtype)
         if self.pad >= 0:
             x_BSD = jnp.where((tokens_BS == self.pad)[..., None], 0, x_BSD)
         return shard(x_BSD, "act_batch", "act_seq", "act_embed")

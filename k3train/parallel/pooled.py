@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from k3train.parallel.mesh import AXES, BATCH_AXES, current_mesh
@@ -34,3 +35,26 @@ def sum_over_batch(function: Callable[..., jax.Array], batched: tuple[jax.Array,
         axis_names=set(AXES),
         check_vma=False,
     )(*batched, *shared)
+
+
+def differentiable_sum_over_batch(
+    function: Callable[..., jax.Array], batched: tuple[jax.Array, ...], *shared: jax.Array
+) -> jax.Array:
+    """The same for a scalar that is differentiated with respect to all arrays.
+
+    What is shared is brought whole to every device before, and its gradient is added up over the devices after all of
+    `function` is done. Left to the compiler, a loop inside `function` would add it up in every round. The tensor axis
+    is the compiler's as elsewhere.
+    """
+    mesh = current_mesh()
+    if mesh.empty or all(dict(mesh.shape)[axis] == 1 for axis in BATCH_AXES):
+        return function(*batched, *shared)
+    rows = PartitionSpec(BATCH_AXES)
+    parts = jax.shard_map(
+        lambda *args: function(*args)[None],
+        in_specs=(rows,) * len(batched) + (PartitionSpec(),) * len(shared),
+        out_specs=rows,
+        axis_names=set(BATCH_AXES),
+        check_vma=False,
+    )(*batched, *shared)
+    return jnp.sum(parts)

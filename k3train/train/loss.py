@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from k3train.core.tree import Blueprint, Tree
 from k3train.model.backbone import Nested
 from k3train.ops.cross_entropy import cross_entropy_sum
+from k3train.parallel.pooled import differentiable_sum_over_batch
 
 Batch = dict[str, jax.Array]
 
@@ -28,7 +29,12 @@ def token_loss(blueprint: Blueprint, params: Tree, bias: Tree, batch: Batch, *, 
     """
     model: Any = blueprint.module(params, bias)
     out = model.hidden(batch["tokens"], batch["segment_ids"], collect=collect)
-    head_DX = model.head.matrix[...].astype(out.hidden.dtype)
+    head_DX = model.head.matrix[...]  # cast on each device, so that its gradient is added up in float32
     weights = batch["loss_mask"].astype(jnp.float32)
-    loss: Any = cross_entropy_sum(out.hidden, head_DX, batch["targets"], weights)
+    loss = differentiable_sum_over_batch(_cross_entropy, (out.hidden, batch["targets"], weights), head_DX)
     return Sums(loss, jnp.sum(weights)), out.stats
+
+
+def _cross_entropy(hidden_BSD, targets_BS, weights_BS, head_DX) -> jax.Array:
+    loss: Any = cross_entropy_sum(hidden_BSD, head_DX.astype(hidden_BSD.dtype), targets_BS, weights_BS)
+    return loss
