@@ -2,7 +2,8 @@
 
 Run:   k3train plan --config configs/k3.py         parameters, bytes per device; needs no accelerator
        k3train show-config --config configs/k3.py  every value with its source
-Needs: 64 devices as the mesh stands; the vision tower is counted here, and is not trained yet.
+Needs: 64 devices as the mesh stands, larger ones than there are; what fits where: docs/k3_on_a_pod.md. The vision tower
+       is counted here, and is not trained yet.
 """
 
 from k3train.config.load import new_config
@@ -109,7 +110,8 @@ SOURCES = {
             "pos_emb_width", "pos_emb_time", "merge_size",
         )
     },
-    **{f"mesh.{axis}": OURS for axis in ("pipeline", "data", "context", "expert", "tensor")},
+    **{f"mesh.{name}": OURS for name in ("pipeline", "data", "context", "expert", "tensor", "expert_transport")},
+    "mesh.expert_balance": "confirmed [report 5.2.1]",
     "data.source": OURS,
     "data.path": OURS,
     "data.tokenizer": CHECKPOINT,

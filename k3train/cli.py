@@ -155,7 +155,12 @@ def _parser() -> _Parser:
 
     plan = command("plan", _plan, "parameters, operations and bytes of a configuration; needs no accelerator")
     _config_option(plan)
-    plan.add_argument("--devices", type=int, metavar="N", help="refuse a mesh that is not of this size")
+    plan.add_argument(
+        "--devices", type=int, metavar="N",
+        help="also compile the training step for so many devices (simulated, nothing is allocated): bytes, transfers, "
+        "step time, whether it fits; minutes for large models",
+    )  # fmt: skip
+    plan.add_argument("--hardware", metavar="NAME", help="accelerator that --devices are of (h200)")
     plan.add_argument("--optimizer", action="store_true", help="also print which optimizer moves which parameter")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -307,7 +312,11 @@ def _generate(parsed: argparse.Namespace) -> int:
 
 def _plan(parsed: argparse.Namespace) -> int:
     config, _ = _load(parsed)
-    check(config, parsed.devices, trainable=False)
+    check(config, trainable=False)
+    if parsed.devices is not None:
+        return _plan_pod(parsed, config)
+    if parsed.hardware is not None:
+        raise ConfigError("--hardware has no effect without --devices N")
     from k3train.audit import flops, memory, params
 
     if parsed.json:
@@ -320,6 +329,27 @@ def _plan(parsed: argparse.Namespace) -> int:
     print(f"{flops.text(config)}\n\n{memory.text(config)}")
     if parsed.optimizer:
         print(f"\n{params.optimizer_text(config)}")
+    return DONE
+
+
+def _plan_pod(parsed: argparse.Namespace, config: Config) -> int:
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")  # whatever this machine has, the devices are simulated
+    from k3train.audit import flops, pod
+    from k3train.audit.hardware import hardware
+    from k3train.parallel.devices import prepare_devices
+
+    device = parsed.hardware or "h200"
+    hardware(device)
+    pod.fitted(config, parsed.devices)  # refused before minutes are spent
+    prepare_devices(parsed.devices)
+    found = pod.plan(config, parsed.devices, device)
+    if parsed.json:
+        head = {"config": parsed.config, "devices": parsed.devices}
+        print(json.dumps({**head, **pod.report(found), "flops_per_token": flops.report(found.config)}, indent=2))
+    else:
+        print(pod.text(found))
     return DONE
 
 

@@ -6,7 +6,8 @@ import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from k3train.audit.collectives import Collective, collectives
+from k3train.audit.collectives import collectives
+from k3train.audit.hlo import computations, product_flops
 from k3train.parallel.mesh import make_mesh, use_mesh
 
 # on each of 8 devices [16, 4] float32 comes in
@@ -37,6 +38,47 @@ def test_text_of_other_backends():
   %d = f32[4,4]{1,0} all-to-all(%z), replica_groups=mesh['data'=4,'tensor'=2] {'data':(1)2,'tensor'}, dimensions={0}
   %c = f32[2]{0} add(%a, %b), metadata={op_name="all-gather(x)"}
 """
-    assert collectives(text) == [
-        Collective("all-gather", 32 + 16 + 1, 4), Collective("all-reduce", 4, 3), Collective("all-to-all", 64, 4)
-    ]  # fmt: skip
+    found = [(c.kind, c.size, c.group) for c in collectives(text)]
+    assert found == [("all-gather", 32 + 16 + 1, 4), ("all-reduce", 4, 3), ("all-to-all", 64, 4)]
+
+
+GROUPS = {
+    "replica_groups={{0,1,2,3},{4,5,6,7}}": ((0, 1, 2, 3), ("expert",)),
+    "replica_groups={{0,4},{1,5},{2,6},{3,7}}": ((0, 4), ("data",)),
+    "replica_groups={}": (tuple(range(8)), ("data", "expert")),
+    "replica_groups=[2,4]<=[8]": ((0, 1, 2, 3), ("expert",)),
+    "replica_groups=[4,2]<=[2,4]T(1,0)": ((0, 4), ("data",)),
+    "replica_groups=mesh['a'=2,'b'=4] {'a'}": ((0, 4), ("data",)),
+    "replica_groups=mesh['a'=2,'b'=4] {'b':(2)2}": ((0, 1), ("expert",)),
+    "replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'b'}": ((0, 4), ("data",)),
+    "source_target_pairs={{0,4},{4,0}}": ((0, 4), ("data",)),
+}
+
+
+@pytest.mark.parametrize("written", GROUPS)
+def test_mesh_axes_of_a_group(written):
+    text = f"  %a = f32[4]{{0}} all-reduce(%x), {written}, to_apply=%add"
+    (found,) = collectives(text, {"data": 2, "expert": 4})
+    assert (found.members, found.axes) == GROUPS[written]
+
+
+def test_loops_multiply():
+    """Five layers, each in three rounds; a loop whose length depends on data counts once, and says so."""
+    mesh = make_mesh({"data": 2, "expert": 4})
+
+    def layers(x, rounds):
+        def layer(x, _):
+            x = lax.fori_loop(0, 3, lambda _, x: jnp.tanh(lax.psum(x @ x, "expert")), x)
+            return lax.fori_loop(0, rounds, lambda _, x: jnp.tanh(lax.psum(x, "data")), x), None
+
+        return lax.scan(layer, x, length=5)[0]
+
+    spec = PartitionSpec()
+    with use_mesh(mesh):
+        run = jax.jit(jax.shard_map(layers, in_specs=(spec, spec), out_specs=spec, check_vma=False))
+        text = run.lower(jnp.ones((4, 4)), jnp.int32(2)).compile().as_text() or ""
+    program = computations(text)
+    found = {c.axes: c for c in collectives(program, dict(mesh.shape))}
+    assert (found["expert",].times, found["expert",].size, found["expert",].open_ended) == (15, 64, False)
+    assert (found["data",].times, found["data",].open_ended) == (5, True)
+    assert product_flops(program) == (15 * 2 * 4 * 4 * 4, 0)
