@@ -59,7 +59,7 @@ def start(config: Path, workdir: Path, *per_process: list[str], count: int = 0) 
     command = [sys.executable, "-m", "k3train", "train", "--config", str(config), "--workdir", str(workdir)]
     command += ["--heartbeat-timeout", "10"]
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(config.parent / "compiled")}
-    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.5"
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.1"
     started = []
     for index, arguments in enumerate(per_process):
         pod = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(count), "JAX_PROCESS_ID": str(index)}

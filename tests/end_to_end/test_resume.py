@@ -24,19 +24,7 @@ from k3train.train.step import Program
 from tests.train import micro
 
 STEPS = 8
-#: Two layers that hold every mechanism between them.
-MODEL = replace(
-    micro.MODEL, num_layers=2, kda_layers=(0,), mla_layers=(1,), dense_layers=(0,), moe_layers=(1,),
-    attn_res_block_size=1, vocab_size=264, pad_token_id=257,
-)  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def quick_compilation():
-    """Compiled code that is quick to make and slow to run: what is compared is equal either way."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+MODEL = replace(micro.TWO_LAYERS, vocab_size=264, pad_token_id=257)
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +195,6 @@ def test_killed_at_a_random_moment(texts, undisturbed, tmp_path):
         "JAX_COMPILATION_CACHE_DIR": str(jax.config.jax_compilation_cache_dir),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         "JAX_DEFAULT_MATMUL_PRECISION": "float32",
-        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
     }
     process = subprocess.Popen(
         [sys.executable, "-c", _START, str(tmp_path)], stdin=subprocess.PIPE, text=True, env=os.environ | settings

@@ -1,5 +1,7 @@
 """The smallest model with every mechanism, and packed rows for it."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from k3train.config.schema import Config, DataConfig, MeshConfig, ModelConfig, OptimConfig
@@ -29,6 +31,10 @@ MODEL = ModelConfig(
     moe_latent_size=24,
     init_fan_in=True,
     remat="sublayer",
+)
+#: Two layers that hold every mechanism between them.
+TWO_LAYERS = replace(
+    MODEL, num_layers=2, kda_layers=(0,), mla_layers=(1,), dense_layers=(0,), moe_layers=(1,), attn_res_block_size=1
 )
 
 

@@ -23,7 +23,7 @@ QUANT = QuantConfig(experts="mxfp4_mxfp8", saturated_grad="zero")
 def program(sizes=None, quant=QUANT, **changes):
     """Widths of whole blocks, also where `data` splits them in two; layers recomputed in the backward pass."""
     config = micro.config(mesh=sizes or {}, **changes)
-    model = replace(config.model, moe_latent_size=64, moe_intermediate_size=32)
+    model = replace(micro.TWO_LAYERS, moe_latent_size=64, moe_intermediate_size=32)
     config = replace(config, model=model, quant=quant)
     return Program(config, make_mesh(sizes or {}, jax.devices()[: int(np.prod(list((sizes or {}).values()) or [1]))]))
 
