@@ -11,5 +11,5 @@ step ruff format --check .
 step pyright
 step lint-imports
 # Two workers: the tests simulate 8 devices each, more workers than cores only wait for one another. A file stays with
-# one worker, because its tests share compiled programs.
-step python -m pytest -q -n "${TEST_WORKERS:-2}" --dist loadfile --durations 15 "$@"
+# one worker, because its tests share compiled programs; files of whole runs start first (tests/conftest.py).
+step python -m pytest -q -n "${TEST_WORKERS:-2}" --dist loadfile --no-loadscope-reorder --durations 15 "$@"

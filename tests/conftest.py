@@ -14,8 +14,15 @@ os.environ["XLA_FLAGS"] = (
 )
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_default_matmul_precision", "float32")
 jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Whole runs first, everything else in the order it came: no worker ends alone with a file that takes a minute."""
+    items.sort(key=lambda item: "end_to_end" not in item.path.parts)
