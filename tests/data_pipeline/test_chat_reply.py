@@ -15,7 +15,9 @@ TOKENIZER = ByteTokenizer()
 START = {"messages": [{"role": "user", "content": "Hi"}]}
 TEXTS = st.text(st.sampled_from('<|open|>sep &quot;"é\r\n'), max_size=12)
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS, st.lists, max_leaves=4
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | TEXTS,
+    st.lists,
+    max_leaves=4,
 )
 
 
