@@ -8,7 +8,7 @@ from typing import Any
 from k3train.audit import flops
 from k3train.audit.budget import POLICIES, Budget, budget, kept_bytes, rows_per_device
 from k3train.audit.hardware import Hardware, hardware
-from k3train.audit.program import Compiled, compile_step
+from k3train.audit.program import EXPERTS, Compiled, compile_step
 from k3train.audit.roofline import Roofline, roofline
 from k3train.config.check import ConfigError, check, mesh_size, mesh_text
 from k3train.config.schema import Config, VisionConfig
@@ -225,24 +225,29 @@ def text(found: Plan) -> str:
     lines = [
         f"{mesh_size(config.mesh):,} devices ({found.device}): {mesh_text(config.mesh)}; {found.choice}",
         f"a step: {config.data.batch_size:,} rows of {config.data.seq_len:,} ({tokens:,} tokens) in "
-        f"{config.data.micro_batches:,} micro-batches, {rows_per_device(config)} rows per device each; "
+        f"{config.data.micro_batches:,} micro-batches, {_rows(rows_per_device(config))} per device each; "
         f"remat {config.model.remat}",
         "",
         f"{'bytes per device':<44}{'formula':>16}{'compiled for CPU':>20}",
     ]
-    shown = {
-        "master": ("master: parameters, float32", None),
-        "momentum": ("momentum: optimizer moments, float32", compiled.arguments),
-        "gradients": ("gradients: of the step and of a micro-batch" if config.data.micro_batches > 1 else "gradients",
-                      compiled.by_shape["like parameters"]),
-        "weights": (f"weights of one layer, {config.model.compute_dtype}", None),
-        "activations": (f"activations kept, remat {config.model.remat}", None),
-        "buffers": ("buffers, the largest need", compiled.by_shape["others"]),
-    }  # fmt: skip
-    notes = {"momentum": "  state and batch", "gradients": "  temporaries like parameters", "buffers": "  other"}
+    beside = {
+        "momentum": (compiled.arguments, "state and batch"),
+        "gradients": (compiled.by_shape["like parameters"], "temporaries like parameters"),
+        "weights": (compiled.by_shape[EXPERTS], EXPERTS),
+        "buffers": (compiled.by_shape["others"], "other temporaries"),
+    }
+    labels = {
+        "master": "master: parameters, float32",
+        "momentum": "momentum: optimizer moments, float32",
+        "gradients": "gradients, float32" + (", step and micro-batch" if config.data.micro_batches > 1 else ""),
+        "weights": f"weights of one layer, {config.model.compute_dtype}",
+        "activations": f"activations kept, remat {config.model.remat}",
+        "buffers": "buffers, the largest need",
+    }
     for kind, size in formula.kinds.items():
-        label, other = shown[kind]
-        lines.append(f"  {label:<42}{_gb(size):>16}{'' if other is None else _gb(other):>20}{notes.get(kind, '')}")
+        other, note = beside.get(kind, (None, ""))
+        compiler = "" if other is None else f"{_gb(other):>20}  {note}"
+        lines.append(f"  {labels[kind]:<42}{_gb(size):>16}{compiler}")
     total = compiled.arguments + compiled.temporaries
     lines += [f"  {'together':<42}{_gb(formula.total):>16}{_gb(total):>20}", "", "buffers by need:"]
     lines += [f"  {name:<62}{_gb(size):>16}" for name, size in sorted(formula.working.items(), key=lambda x: -x[1])]
@@ -293,6 +298,10 @@ def _roofline_lines(found: Plan) -> Iterator[str]:
         f"  all at once: {_time(roof.seconds_overlapped)}, MFU {roof.mfu_overlapped:.1%}; "
         f"one after the other: {_time(roof.seconds_in_turn)}, MFU {roof.mfu_in_turn:.1%}"
     )
+
+
+def _rows(number: int) -> str:
+    return f"{number} row{'' if number == 1 else 's'}"
 
 
 def _scaled(number: float, unit: str) -> str:

@@ -24,6 +24,9 @@ from k3train.train.step import Program
 
 _LIVE = re.compile(r"^\s+\S+: (\d+) bytes \(cumulative")
 
+#: Part of the temporaries that only the CPU's program has.
+EXPERTS = "experts' matrices of a layer, the CPU's own"
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -31,7 +34,7 @@ class Compiled:
 
     arguments: int  # bytes of state and batch
     temporaries: int  # bytes beside them, at the peak
-    by_shape: dict[str, int]  # the temporaries at the peak: of the sizes of parameters, and others
+    by_shape: dict[str, int]  # the temporaries at the peak, by their sizes
     products: int  # operations of matrix products, loops of known length multiplied out
     open_ended: int  # the same of one round of loops whose length depends on data
     collectives: list[Collective]
@@ -89,14 +92,39 @@ def _partitioned(folder: Path) -> str:
 def _by_shape(ranges: str, program: Program, total: int) -> dict[str, int]:
     """The temporaries, by the sizes of what lives at the peak of the compiler's schedule."""
     state = program.abstract_state
-    sizes = {4 * prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves((state.params, state.opt_state))}
-    like, others, listed = 0, 0, False
+    kinds = {
+        EXPERTS: _expert_sizes(program.config),
+        "like parameters": {
+            4 * prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves((state.params, state.opt_state))
+        },
+    }
+    found, others, listed = dict.fromkeys(kinds, 0), 0, False
     for line in ranges.splitlines():
         row = _LIVE.match(line) if listed else None
         if row:
-            like, others = (like + int(row[1]), others) if int(row[1]) in sizes else (like, others + int(row[1]))
+            size = int(row[1])
+            kind = next((kind for kind, sizes in kinds.items() if size in sizes), None)
+            if kind is None:
+                others += size
+            else:
+                found[kind] += size
         elif listed:
             break
         listed = listed or "(peak)" in line
-    share = like / max(like + others, 1)
-    return {"like parameters": int(share * total), "others": total - int(share * total)}
+    share = total / max(sum(found.values()) + others, 1)
+    found = {kind: int(share * size) for kind, size in found.items()}
+    return {**found, "others": total - sum(found.values())}
+
+
+def _expert_sizes(config: Config) -> set[int]:
+    """Bytes of the matrices of one layer's routed experts, own ones or own and fetched, in both dtypes.
+
+    The CPU adds their gradients up in float32 and multiplies in float32, and its compiler does not let the several
+    kinds of layers share that room; on accelerators experts need nothing of the kind.
+    """
+    model, mesh = config.model, config.mesh
+    if not model.moe_layers:
+        return set()
+    width, inner = model.moe_latent_size or model.hidden_size, model.moe_intermediate_size // mesh.tensor
+    own = model.num_experts // mesh.expert
+    return {item * count * width * inner for item in (2, 4) for count in (own, 2 * own)}
