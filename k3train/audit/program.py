@@ -93,10 +93,10 @@ def _by_shape(ranges: str, program: Program, total: int) -> dict[str, int]:
     """The temporaries, by the sizes of what lives at the peak of the compiler's schedule."""
     state = program.abstract_state
     kinds = {
-        EXPERTS: _expert_sizes(program.config),
         "like parameters": {
             4 * prod(x.sharding.shard_shape(x.shape)) for x in jax.tree.leaves((state.params, state.opt_state))
         },
+        EXPERTS: _expert_sizes(program.config),
     }
     found, others, listed = dict.fromkeys(kinds, 0), 0, False
     for line in ranges.splitlines():
