@@ -11,6 +11,7 @@ from k3train.config.schema import ModelConfig, OptimConfig
 from k3train.core.tree import leaves, map_leaves
 from k3train.model.block import LayerStats
 from k3train.model.k3 import blueprint
+from k3train.model.moe import MoERun
 from k3train.model.layout import layout, slots
 from k3train.model.router import RouterStats
 from k3train.ops import quantile
@@ -106,7 +107,7 @@ def test_the_exact_estimator_pools_every_margin(plain):
     pooled = program({"data": 2, "tensor": 2}, micro_batches=2, balance="quantile_exact")
     bias, _ = after(pooled, micro.batch(), steps=1)
     state = skewed(plain)
-    known = blueprint(MODEL, balance.margins(pooled.config.optim))
+    known = blueprint(MODEL, MoERun(balance.margins(pooled.config.optim)))
 
     @jax.jit
     def whole(params, start, batch):
