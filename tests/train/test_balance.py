@@ -11,8 +11,8 @@ from k3train.config.schema import ModelConfig, OptimConfig
 from k3train.core.tree import leaves, map_leaves
 from k3train.model.block import LayerStats
 from k3train.model.k3 import blueprint
-from k3train.model.moe import MoERun
 from k3train.model.layout import layout, slots
+from k3train.model.moe import MoERun
 from k3train.model.router import RouterStats
 from k3train.ops import quantile
 from k3train.parallel.mesh import make_mesh
