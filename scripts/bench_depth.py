@@ -59,7 +59,7 @@ def main() -> None:
         first = first or (traced + compiled, size)
         print(
             f"{num_layers:3} layers  trace and lower {traced:6.1f} s  compile {compiled:6.1f} s  "
-            f"time {(traced + compiled) / first[0]:.2f}  program {size / 1e6:.1f} MB  size {size / first[1]:.2f}",
+            f"time {(traced + compiled) / first[0]:.2f}  program {size / 1e6:.1f} MB  size {size / first[1]:.3f}",
             flush=True,
         )
 
