@@ -8,7 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 prepare_environment
 
-configured= config=configs/tiny.py previous=
+configured='' config=configs/tiny.py previous=''
 for argument in "$@"; do
   case $argument in --config | --config=*) configured=yes ;; esac
   case $previous$argument in --devices64 | --devices=64) config=configs/tiny_64.py ;; esac
