@@ -11,9 +11,10 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _BRANCHES = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
 _WHILE = re.compile(r" while\(.*condition=%?([\w.\-]+), body=%?([\w.\-]+)")
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
-_COMPARE = re.compile(r"ROOT .* compare\(%?([\w.\-]+), %?([\w.\-]+)\), direction=LT")
+# An operand may be an element of a tuple, written name#index by later versions.
+_COMPARE = re.compile(r"ROOT .* compare\(%?[\w.\-#]+, %?([\w.\-]+)\), direction=LT")
 _CONSTANT = re.compile(r"^\s+%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
-_DOT = re.compile(r" dot\(%?([\w.\-]+), %?([\w.\-]+)\).*?lhs_contracting_dims=\{([\d,]*)\}")
+_DOT = re.compile(r" dot\(%?([\w.\-#]+), %?[\w.\-#]+\).*?lhs_contracting_dims=\{([\d,]*)\}")
 _ARRAY = re.compile(r"[a-z]+\d*(?:e\d+m\d+\w*)?\[([\d,]*)\]")
 
 
@@ -94,7 +95,7 @@ def _rounds(line: str, condition: Computation | None) -> int | None:
         if constant:
             constants[constant[1]] = int(constant[2])
         elif compare:
-            return constants.get(compare[2])
+            return constants.get(compare[1])
     return None
 
 
@@ -107,14 +108,19 @@ def product_flops(program: list[Computation]) -> tuple[int, int]:
             named = _NAME.match(line)
             if not named:
                 continue
-            shape = _ARRAY.match(named[2])
-            if shape:
-                shapes[named[1]] = tuple(int(length) for length in shape[1].split(",") if length)
+            shapes |= _shapes(named[1], named[2])
             dot = _DOT.search(line)
             if dot and dot[1] in shapes:
-                inner = prod(shapes[dot[1]][int(axis)] for axis in dot[3].split(",") if axis)
+                inner = prod(shapes[dot[1]][int(axis)] for axis in dot[2].split(",") if axis)
                 flops = 2 * prod(shapes[named[1]]) * inner * computation.times
                 known, open_ended = (
                     (known, open_ended + flops) if computation.open_ended else (known + flops, open_ended)
                 )
     return known, open_ended
+
+
+def _shapes(name: str, text: str) -> dict[str, tuple[int, ...]]:
+    """Shape of what an instruction makes, or of the elements of the tuple that it makes, as operands name them."""
+    arrays = _ARRAY.findall(text.split(") ")[0]) if text.startswith("(") else _ARRAY.findall(text)[:1]
+    shapes = [tuple(int(length) for length in array.split(",") if length) for array in arrays]
+    return {f"{name}#{i}": shape for i, shape in enumerate(shapes)} if text.startswith("(") else {name: shapes[0]}
