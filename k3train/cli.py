@@ -134,24 +134,7 @@ def _parser() -> _Parser:
 
     generate = command("generate", _generate, "continue texts with a trained or imported run")
     _run_options(generate)
-    asked = generate.add_mutually_exclusive_group(required=True)
-    asked.add_argument("--prompt", help="text to continue")
-    asked.add_argument(
-        "--prompts", type=Path, metavar="FILE",
-        help="texts to continue, one a line (.jsonl: JSON texts); what they begin with in common is computed once",
-    )  # fmt: skip
-    generate.add_argument(
-        "--chat", action="store_true", help="each prompt is a user's message; print the reply in K3's chat template"
-    )
-    for name, knob in (("mode", KNOBS["data.chat_mode"]), ("effort", KNOBS["data.chat_effort"])):
-        generate.add_argument(f"--chat-{name}", choices=knob.choices, help=f"{', '.join(knob.choices)}; as trained")
-    generate.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add at most (200)")
-    generate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (1.0)")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of the probability kept (1.0)")
-    generate.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (0)")
-    generate.add_argument("--report", action="store_true", help="print reused tokens, times and cache bytes of each")
-    generate.add_argument("--cache-mib", type=int, default=1024, metavar="N", help="budget of the prefix cache (1024)")
-    generate.add_argument("--cache-block", type=int, default=512, metavar="N", help="tokens of its blocks (512)")
+    _generate_options(generate)
 
     plan = command("plan", _plan, "parameters, operations and bytes of a configuration; needs no accelerator")
     _config_option(plan)
@@ -192,6 +175,27 @@ def _parser() -> _Parser:
     _config_option(command("show-config", _show_config, "every knob, its value and where the value comes from"))
     parser.set_defaults(commands=commands)
     return parser
+
+
+def _generate_options(generate: argparse.ArgumentParser) -> None:
+    asked = generate.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--prompt", help="text to continue")
+    asked.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help="texts to continue, one a line (.jsonl: JSON texts); what they begin with in common is computed once",
+    )  # fmt: skip
+    generate.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's message; print the reply in K3's chat template"
+    )
+    for name, knob in (("mode", KNOBS["data.chat_mode"]), ("effort", KNOBS["data.chat_effort"])):
+        generate.add_argument(f"--chat-{name}", choices=knob.choices, help=f"{', '.join(knob.choices)}; as trained")
+    generate.add_argument("--max-tokens", type=int, default=200, metavar="N", help="tokens to add at most (200)")
+    generate.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest (1.0)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of the probability kept (1.0)")
+    generate.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the draws (0)")
+    generate.add_argument("--report", action="store_true", help="print reused tokens, times and cache bytes of each")
+    generate.add_argument("--cache-mib", type=int, default=1024, metavar="N", help="budget of the prefix cache (1024)")
+    generate.add_argument("--cache-block", type=int, default=512, metavar="N", help="tokens of its blocks (512)")
 
 
 def _config_option(parser: argparse.ArgumentParser) -> None:

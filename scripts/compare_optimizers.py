@@ -15,6 +15,8 @@ import time
 from pathlib import Path
 from statistics import mean, stdev
 
+from page import write_numbers
+
 from k3train.config.load import load
 from k3train.parallel.devices import keep_compiled_programs, prepare_devices
 from k3train.train.loop import train
@@ -35,7 +37,6 @@ BALANCING = {
     "quantile": (CLIP,),  # the same runs as FULL
 }
 ROWS = 8  # of 256 tokens, a step
-START, END = "<!-- numbers: written by scripts/compare_optimizers.py -->", "<!-- end of numbers -->"
 
 Records = list[dict[str, float]]
 
@@ -125,12 +126,6 @@ def draw(results: dict[str, dict[str, list[Records]]], picture: Path) -> None:
     figure.savefig(picture)
 
 
-def write(page: Path, numbers: str) -> None:
-    """Put the numbers between the markers; the words around them stay."""
-    before, rest = page.read_text().split(START)
-    page.write_text(f"{before}{START}\n\n{numbers}\n\n{END}{rest.split(END)[1]}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
@@ -148,7 +143,7 @@ def main() -> None:
             results[title][name] = [run(variant, seed, args.steps, args.folder) for seed in range(args.seeds)]
     numbers = "\n\n".join(table(title, variants) for title, variants in results.items())
     print(numbers)
-    write(args.page, numbers)
+    write_numbers(args.page, __file__, numbers)
     draw(results, args.page.with_suffix(".png"))
 
 

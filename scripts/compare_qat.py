@@ -17,6 +17,7 @@ from statistics import mean, stdev
 from typing import NamedTuple
 
 import numpy as np
+from page import write_numbers
 
 from k3train.config.load import load as load_config
 from k3train.config.schema import QuantConfig
@@ -31,7 +32,6 @@ FULL, AFTER, IN_LOOP, OTHER = (
     "quantised in the loop",
     "full precision, next seed",
 )
-START, END = "<!-- numbers: written by scripts/compare_qat.py -->", "<!-- end of numbers -->"
 
 
 class Seen(NamedTuple):
@@ -148,8 +148,7 @@ def main() -> None:
     found = numbers([one_seed(seed, args) for seed in range(args.seeds)])
     text = table(found)
     print(text)
-    before, rest = args.page.read_text().split(START)
-    args.page.write_text(f"{before}{START}\n\n{text}\n\n{END}{rest.split(END)[1]}")
+    write_numbers(args.page, __file__, text)
     draw(found, args.page.with_suffix(".png"))
 
 

@@ -7,11 +7,10 @@ from math import prod
 
 import numpy as np
 
-from k3train.audit.hlo import Computation, computations
+from k3train.audit.hlo import ARRAY, Computation, computations
 
 _KINDS = "all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|ragged-all-to-all"
 _OP = re.compile(rf" = (?P<shape>\(?[a-z0-9]+\[.*?) (?P<kind>{_KINDS})(?:-start)?\(")
-_ARRAY = re.compile(r"[a-z]+(\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]")
 _LISTED = re.compile(r"replica_groups=\{(?:\{([\d,]*)\}|\})")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _NAMED = re.compile(r"replica_groups=mesh\[(.*?)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{(.*?)\}")
@@ -62,7 +61,7 @@ def collectives(program: str | list[Computation], mesh: Mapping[str, int] | None
             match = _OP.search(line)
             if not match or not computation.times:
                 continue
-            size = sum(_size(*array) for array in _ARRAY.findall(match["shape"]))
+            size = sum(_size(*array) for array in ARRAY.findall(match["shape"]))
             members = _members(line, prod(mesh.values()) if mesh else 1)
             axes = axes_of(members, mesh) if mesh else ()
             found.append(

@@ -15,7 +15,7 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _COMPARE = re.compile(r"ROOT .* compare\(%?[\w.\-#]+, %?([\w.\-]+)\), direction=LT")
 _CONSTANT = re.compile(r"^\s+%?([\w.\-]+) = s32\[\]\S* constant\((\d+)\)")
 _DOT = re.compile(r" dot\(%?([\w.\-#]+), %?[\w.\-#]+\).*?lhs_contracting_dims=\{([\d,]*)\}")
-_ARRAY = re.compile(r"[a-z]+\d*(?:e\d+m\d+\w*)?\[([\d,]*)\]")
+ARRAY = re.compile(r"[a-z]+(\d*)(?:e\d+m\d+\w*)?\[([\d,]*)\]")  # bits and lengths of `bf16[8,128]`
 
 
 @dataclass
@@ -121,6 +121,6 @@ def product_flops(program: list[Computation]) -> tuple[int, int]:
 
 def _shapes(name: str, text: str) -> dict[str, tuple[int, ...]]:
     """Shape of what an instruction makes, or of the elements of the tuple that it makes, as operands name them."""
-    arrays = _ARRAY.findall(text.split(") ")[0]) if text.startswith("(") else _ARRAY.findall(text)[:1]
-    shapes = [tuple(int(length) for length in array.split(",") if length) for array in arrays]
+    arrays = ARRAY.findall(text.split(") ")[0]) if text.startswith("(") else ARRAY.findall(text)[:1]
+    shapes = [tuple(int(length) for length in lengths.split(",") if length) for _, lengths in arrays]
     return {f"{name}#{i}": shape for i, shape in enumerate(shapes)} if text.startswith("(") else {name: shapes[0]}
