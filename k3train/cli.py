@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from k3train import __version__
+from k3train.config import show
 from k3train.config.check import ConfigError, check, mesh_size, mesh_text
 from k3train.config.load import override, read, split_overrides
 from k3train.config.schema import Config
-from k3train.config.values import KNOBS, flat_values
+from k3train.config.values import KNOBS
 from k3train.core import log
 
 QUANT_KINDS = KNOBS["quant.experts"].choices
@@ -386,22 +387,5 @@ def _show_config(parsed: argparse.Namespace) -> int:
     recipe = read(parsed.config)
     config, sources = override(recipe, parsed.overrides)
     check(config, trainable=False)
-    rows = [(key, _shown(value), sources[key]) for key, value in flat_values(config).items()]
-    _print_rows("knob, value, source", rows)
-    released = [(name, _shown(value), why) for name, (value, why) in recipe.released.items()]
-    if released:
-        print()
-        _print_rows("released value that no knob holds, why nothing depends on it", released)
+    print(show.text(config, sources, recipe.released))
     return DONE
-
-
-def _print_rows(title: str, rows: list[tuple[str, str, str]]) -> None:
-    name_width = max(len(name) for name, _, _ in rows)
-    value_width = min(24, max(len(value) for _, value, _ in rows))  # a long list pushes only its own line
-    print(f"# {title}")
-    for name, value, note in rows:
-        print(f"{name:<{name_width}}  {value:<{value_width}}  {note}")
-
-
-def _shown(value: Any) -> str:
-    return value if isinstance(value, str) and value else json.dumps(value)
