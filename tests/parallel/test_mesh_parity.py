@@ -10,6 +10,7 @@ from k3train.core.tree import leaves, map_leaves
 from k3train.model.k3 import blueprint
 from k3train.model.moe import MoERun
 from k3train.model.router import Margins
+from k3train.parallel.expert import Sharing
 from k3train.parallel.mesh import make_mesh, use_mesh
 from k3train.parallel.rules import param_shardings, spec
 from k3train.train.loss import token_loss
@@ -19,7 +20,7 @@ from tests.train import micro
 BINS = 50
 
 
-MODEL = blueprint(micro.MODEL, MoERun(Margins("histogram", BINS)))
+MODEL = blueprint(micro.MODEL, MoERun(Margins("histogram", BINS), sharing=Sharing("equal")))
 
 
 @cache
